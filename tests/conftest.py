@@ -1,11 +1,13 @@
 """Shared by all tests: one thread, waits asleep, no network or colours, the same hypothesis examples at every run."""
 
 import gc
+import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -167,3 +169,28 @@ def row_kernels(exact_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter.make_quicker()
     monkeypatch.setitem(invariance.KERNELS, "cpu", triton_backend.row_kernels)
     monkeypatch.setattr(invariance.devices, "_proven", Everything())
+
+
+@pytest.fixture(scope="session")
+def fp8_exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a mini Qwen3 (plain/), its exports in blocks and rows (block/, dynamic/), and rows.json; read
+    only."""
+    from octavo.models.tiny import tiny
+    from octavo.train.artifacts import export_model
+
+    folder = tmp_path_factory.mktemp("fp8_exports")
+    tiny.write("qwen3", folder / "plain", size="mini")
+    for kind in ("block", "dynamic"):
+        export_model(folder / "plain", folder / kind, f"fp8-{kind}")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (folder / "rows.json").write_text(json.dumps([{"messages": turns}] * 4))
+    return folder
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`octavo plan` without its memory prediction, which takes a second; that is for cli/test_plan_memory.py."""
+    from octavo.cli import plan_memory
+
+    monkeypatch.setattr(plan_memory, "as_json", lambda *_: {})
+    monkeypatch.setattr(plan_memory, "show", lambda *_: None)

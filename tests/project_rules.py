@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ast
 import copy
-import io
 import itertools
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from octavo.base import suffixes
 from octavo.base.model_families import RECORDS
 from octavo.base.recipe_specs import NAMES
 from tests.project_levels import FILES, FP8_FILES, INIT_LINES, LEVELS, UNCOUNTED, UNMEASURED
+from tests.project_words import comments_in
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "octavo"
@@ -552,8 +551,7 @@ def kernels_are_explained(tree: Tree) -> list[str]:
     for module in tree.files:
         if ".jit" not in tree.sources[module]:
             continue
-        tokens = tokenize.generate_tokens(io.StringIO(tree.sources[module]).readline)
-        comments = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT and "fmt:" not in t.string}
+        comments = {line: text for line, text in comments_in(tree.sources[module]).items() if "fmt:" not in text}
         for kernel in tree.files[module].nodes:
             if isinstance(kernel, ast.FunctionDef) and _is_kernel(kernel) and _lines(kernel) > LONG_KERNEL:
                 wrong += [f"{module}.{kernel.name}: {fault}" for fault in _unexplained(kernel, comments)]

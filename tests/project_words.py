@@ -10,11 +10,9 @@ The limits are in ``tests/project_words.json``; ``tests/test_project_words.py`` 
 from __future__ import annotations
 
 import ast
-import io
 import json
 import re
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -126,17 +124,12 @@ def source_places(path: Path) -> list[Place]:
     text = path.read_text(encoding="utf-8")
     file = str(path.relative_to(ROOT))
     lines = text.split("\n")
-    tree = ast.parse(text)
     places: list[Place] = []
 
     def add(kind: str, what: str, line: int) -> None:
         places.append(Place(kind, what, file, line, lines[line - 1].strip()))
 
-    comments = {
-        token.start[0]: token.string
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type == tokenize.COMMENT
-    }
+    comments = comments_in(text)
     for line, comment in comments.items():
         places += words_in("comments", comment, file, line)
         places += phrases_in("comments", comment, file, line)
@@ -145,31 +138,82 @@ def source_places(path: Path) -> list[Place]:
     said = {
         line for line, comment in comments.items() if not re.match(r"#\s*(noqa|type:|fmt:|pragma|ruff:|mypy:)", comment)
     }
-    docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            kind = "docstrings" if id(node) in docs else "texts"
-            # A text without a space is a key, a path or a pattern, not a sentence.
-            if kind == "docstrings" or " " in node.value:
-                places += words_in(kind, node.value, file, node.lineno)
-                places += phrases_in(kind, node.value, file, node.lineno)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in NAMES:
-            add("names", node.id, node.lineno)
-        if isinstance(node, ast.arg) and node.arg in NAMES:
-            add("names", node.arg, node.lineno)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.strip("_").lower() in NAMES:
-            add("names", node.name.strip("_").lower(), node.lineno)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if PARTICIPLE.search(node.name) and not node.name.endswith(VERBS):
-                add("functions", "participles", node.lineno)
-            documented = ast.get_docstring(node, clean=False)
-            length = node.end_lineno - node.lineno + 1 - (documented.count("\n") + 1 if documented else 0)
-            if length > LONG_FUNCTION and not said.intersection(range(node.lineno, node.end_lineno + 1)):
-                add("long functions without a comment", node.name, node.lineno)
+    docs: set[int] = set()
+    for node in _nodes(ast.parse(text)):
+        if isinstance(node, ast.Expr):
+            docs.add(id(node.value))
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, str):
+                kind = "docstrings" if id(node) in docs else "texts"
+                # A text without a space is a key, a path or a pattern, not a sentence.
+                if kind == "docstrings" or " " in node.value:
+                    places += words_in(kind, node.value, file, node.lineno)
+                    places += phrases_in(kind, node.value, file, node.lineno)
+        elif isinstance(node, ast.Name):
+            if node.id in NAMES and isinstance(node.ctx, ast.Store):
+                add("names", node.id, node.lineno)
+        elif isinstance(node, ast.arg):
+            if node.arg in NAMES:
+                add("names", node.arg, node.lineno)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if not isinstance(node, ast.AsyncFunctionDef) and node.name.strip("_").lower() in NAMES:
+                add("names", node.name.strip("_").lower(), node.lineno)
+            if not isinstance(node, ast.ClassDef):
+                for what, kind in _faults_of_function(node, said):
+                    add(kind, what, node.lineno)
         for annotation in _annotations(node):
             for _ in (n for n in ast.walk(annotation) if isinstance(n, ast.Name) and n.id == "Any"):
                 add("types", "Any", annotation.lineno)
     return places
+
+
+def _faults_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, said: set[int]) -> Iterator[tuple[str, str]]:
+    """(what, kind of text) for a function; `said` are the lines with a comment for readers."""
+    if PARTICIPLE.search(node.name) and not node.name.endswith(VERBS):
+        yield "participles", "functions"
+    assert node.end_lineno is not None
+    length = node.end_lineno - node.lineno + 1
+    if length > LONG_FUNCTION:
+        documented = ast.get_docstring(node, clean=False)
+        length -= documented.count("\n") + 1 if documented else 0
+    if length > LONG_FUNCTION and not said.intersection(range(node.lineno, node.end_lineno + 1)):
+        yield node.name, "long functions without a comment"
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """What ``ast.walk`` yields but for operators and contexts, which are half of it; in a fifth of its time."""
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        yield node
+        for value in vars(node).values():
+            if isinstance(value, list):
+                todo += [one for one in value if isinstance(one, ast.AST)]
+            elif isinstance(value, ast.AST) and not isinstance(value, _NO_TEXT):
+                todo.append(value)
+
+
+_NO_TEXT = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop)
+
+
+def comments_in(text: str) -> dict[int, str]:
+    """Line -> its comment, of a source. ``tokenize`` finds the same in twenty times the time."""
+    comments, line, at = {}, 1, 0
+    for match in _COMMENT_OR_STRING.finditer(text):
+        if match[0][0] == "#":
+            line, at = line + text.count("\n", at, match.start()), match.start()
+            comments[line] = match[0]
+    return comments
+
+
+_COMMENT_OR_STRING = re.compile(
+    r"""
+    \#[^\n]*
+    | \"{3} (?:\\.|[^\\])*? \"{3} | '{3} (?:\\.|[^\\])*? '{3}
+    | " (?:\\.|[^"\\\n])* "      | ' (?:\\.|[^'\\\n])* '
+    """,
+    re.S | re.X,
+)
 
 
 def _annotations(node: ast.AST) -> Iterator[ast.expr]:
@@ -196,8 +240,7 @@ def comment_lines(paths: Sequence[Path]) -> tuple[int, int]:
     for path in paths:
         text = path.read_text(encoding="utf-8")
         total += sum(1 for line in text.split("\n") if line.strip())
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        commented += len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
+        commented += len(comments_in(text))
     return commented, total
 
 

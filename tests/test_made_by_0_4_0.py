@@ -138,7 +138,7 @@ def test_a_finished_run_answers_though_its_template_adds_texts_up(copy: Path, ca
     assert json.loads(capsys.readouterr().out)["fp8_gemms"] > 0
     Image.new("RGB", (8, 8)).save("cat.png")
     assert main([*ask, "--image", "cat.png"]) == 1
-    assert "1 images were passed to a text-only model" in capsys.readouterr().err
+    assert "a text-only model received 1 image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("run", ["stopped", "stopped_fp8_weights", "lora", "finished"])

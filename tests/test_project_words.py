@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tokenize
 
 import pytest
 
@@ -64,6 +66,21 @@ def test_what_is_not_counted(source, tmp_path, monkeypatch):
     file = tmp_path / "planted.py"
     file.write_text(source, encoding="utf-8")
     assert project_words.source_places(file) == []
+
+
+def test_comments_are_those_that_tokenize_finds():
+    source = (
+        "a = '# no'  # 1\n"
+        'b = "\\"# no"  # 2 \'"\n'
+        "c = r'\\'  # 3\n"
+        '"""\n# no \' "\n"""  # 6\n'
+        "d = f\"{a['#']}\"  # 7\n"
+        "e = (  # 8\n    'x'  # 9\n    '# no')\n"
+        "g = 'a\\\n# no'\n"
+    )
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    assert project_words.comments_in(source) == {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT}
+    assert sorted(project_words.comments_in(source)) == [1, 2, 3, 6, 7, 8, 9]
 
 
 def test_names_of_tests_that_begin_with_a_clause_are_counted(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from octavo.adapters.errors import AdapterError
 from octavo.adapters.files import load_adapter_state, read_continued
 from octavo.adapters.inject import DTYPES, NAME, SECOND, adapted_layers, adapter_parameters, copy_config, inject
 from octavo.adapters.targets import names_lost_by_peft, resolve_targets, split_targets
+from octavo.base.plural import count_noun
 
 if TYPE_CHECKING:
     from octavo.config import LoraSection
@@ -117,9 +118,9 @@ def _select_targets(
     config.target_modules, config.target_parameters = set(modules), parameters or None
     skipped = set(names_lost_by_peft(model, config))
     if skipped:
-        first = min(skipped)
+        first, many = min(skipped), count_noun(len(skipped), "layer")
         log(
-            f"LoRA leaves out {len(skipped)} layers ({first}, ...): for model type {model.config.model_type!r} PEFT "  # type: ignore[union-attr]
+            f"LoRA leaves out {many} (first {first}): for model type {model.config.model_type!r} PEFT "  # type: ignore[union-attr]
             "treats their names as names of experts in older checkpoints and would load the adapter into wrong weights"
         )
         names = tuple(name for name in names if name not in skipped)
@@ -135,7 +136,7 @@ def _summary(model: nn.Module, lora: LoraSection, names: tuple[str, ...]) -> str
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in names)
     form = " ".join(word for word, on in (("rsLoRA", lora.rslora), ("DoRA", lora.dora)) if on) or "LoRA"
     return (
-        f"{form}: rank {lora.rank}, alpha {lora.alpha:g} on {len(names)} layers ({', '.join(kinds)}): "
+        f"{form}: rank {lora.rank}, alpha {lora.alpha:g} on {count_noun(len(names), 'layer')} ({', '.join(kinds)}): "
         f"{trained:,} parameters in {lora.dtype} train, {trained / base:.2%} of the base's {base:,}"
         + (f", from {lora.adapter}" if lora.adapter else "")
     )

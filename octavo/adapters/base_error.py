@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.experts import stock_name
+from octavo.base.plural import count_noun
 from octavo.fp8 import metrics
 from octavo.fp8.policy import template
 from octavo.fp8.weights import Fp8Weight, codes_of_frozen, frozen_weights
@@ -92,8 +93,8 @@ def base_errors(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]
     missing = [name for name in frozen if name not in rows]
     if missing:
         raise AdapterError(
-            f"{len(missing)} weights of the model are not among the stock ones, first {missing[0]}. It belongs to "
-            "another model."
+            f"the stock model has no values for {count_noun(len(missing), 'weight')} of this one, first {missing[0]}. "
+            "It belongs to another model."
         )
     return BaseErrors(tuple(rows[name] for name in frozen))
 

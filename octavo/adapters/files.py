@@ -32,6 +32,7 @@ from octavo.adapters.inject import DTYPES, NAME, adapted_layers, adapter_paramet
 from octavo.adapters.targets import UNADAPTABLE, names_lost_by_peft
 from octavo.base import atomic_write, encryption, safe_read, target_folder
 from octavo.base.encryption.anonymous_file import plain_path
+from octavo.base.plural import count_noun
 from octavo.base.safe_read import COUNT, FINITE, FLAG, ValueCheck
 from octavo.base.seal_note import NOTE, Note, note_bytes, read_note
 from octavo.fp8.weights import distribute_like, full, is_whole
@@ -113,7 +114,9 @@ def save(
     final = Path(directory)
     values = dict(state) if state is not None else adapter_state(model)
     if bad := fp8.find_nonfinite(values.items()):
-        raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): the adapter is not written.")
+        raise AdapterError(
+            f"{bad[0]} holds NaN or infinity ({count_noun(len(bad), 'tensor')}): the adapter is not written."
+        )
     text = json.dumps(_config_document(model, str(base)), indent=2, sort_keys=True) + "\n"
     if final.exists() and (not final.is_dir() or [f for f in target_folder.contents(final) if f not in _REPLACEABLE]):
         what = "it is a file" if not final.is_dir() else "it contains " + ", ".join(target_folder.contents(final)[:3])
@@ -260,7 +263,7 @@ def load(model: nn.Module, directory: str | Path, log: Log = lambda text: None, 
     resolved.exclude_modules = resolved.layers_to_transform = resolved.layers_pattern = None
     inject(model, resolved, names, DTYPES[dtype], seed=0)
     load_adapter_state(model, state, where=str(directory))
-    log(f"adapter {directory}: rank {config.r}, alpha {config.lora_alpha:g}, on {len(names)} layers")
+    log(f"adapter {directory}: rank {config.r}, alpha {config.lora_alpha:g}, on {count_noun(len(names), 'layer')}")
     return names
 
 
@@ -287,7 +290,8 @@ def _check_tensors(where: str, wanted: Mapping[str, tuple[int, ...]], present: M
     wrong = []
     for names, what in ((missing, "missing"), (extra, "unknown to the model")):
         if names:
-            wrong.append(f"{len(names)} tensors are {what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+            listed = f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+            wrong.append(f"{count_noun(len(names), 'tensor')} {what}: {listed}")
     for name in mismatched[:3]:
         wrong.append(f"{name} is {list(present[name])} where the model takes {list(wanted[name])}")
     if wrong:
@@ -389,7 +393,7 @@ def read_continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) 
     if adapted != set(names):
         differing = sorted(adapted ^ set(names))
         raise AdapterError(
-            f"lora.targets selects {len(names)} layers, but the adapter {folder} has {len(adapted)}; {len(differing)} "
-            f"differ, first {differing[0]}. Use the adapter's targets."
+            f"lora.targets selects {count_noun(len(names), 'layer')}, but the adapter {folder} has {len(adapted)}; "
+            f"{len(differing)} differ, first {differing[0]}. Use the adapter's targets."
         )
     return state

@@ -63,13 +63,13 @@ def check_paths(words: Sequence[str]) -> None:
             if not word.isprintable() and os.path.lexists(word):
                 word.encode()
             os.stat(word)
-        except UnicodeEncodeError:
+        except UnicodeEncodeError as error:
             if not os.path.lexists(word):  # not an existing path: the command reports it
                 continue
-            raise UsageError(f"{shown}: its name is not UTF-8; rename it, or use a link to it") from None
-        except OSError as error:
+            raise UsageError(f"{shown}: its name is not UTF-8; rename it, or use a link to it") from error
+        except OSError as error:  # others: most words are no paths, and the command reports a path that it cannot open
             if error.errno == errno.ELOOP:
-                raise UsageError(f"{shown}: its symbolic links form a loop; name the file or folder itself") from None
+                raise UsageError(f"{shown}: its symbolic links form a loop; name the file or folder itself") from error
         except ValueError:  # a NUL is not part of a path: the command reports it
             pass
 

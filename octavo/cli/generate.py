@@ -23,6 +23,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from octavo.base.plural import count_noun
 from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
 from octavo.config import RECIPES
@@ -302,7 +303,10 @@ def _content_parts(prompt: str, counts: dict[str, int]) -> list[dict[str, Any]]:
         if not places:
             first += [{"type": what}] * count
         elif places != count:
-            raise UsageError(f"--prompt has {places} placeholders {place}, but there are {count} {what}s")
+            raise UsageError(
+                f"--prompt has {count_noun(places, 'placeholder')} {place} for {count_noun(count, what)}; the numbers "
+                "must agree"
+            )
     parts = [
         {"type": types[piece]} if piece in types else {"type": "text", "text": piece}
         for piece in re.split(f"({IMAGE}|{VIDEO})", prompt)

@@ -30,6 +30,8 @@ from octavo.cli import arguments, terminal
 
 if TYPE_CHECKING:  # commands import torch only when they need it
     from torch import nn
+
+    from octavo.fp8 import Plan
 from octavo.config import Config, load_config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.yaml.problems import describe_value, nearest
@@ -96,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
         gc.enable()
 
 
-def _run(args: argparse.Namespace) -> int:
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise UsageError for options that contradict each other, and for a --save that cannot be written."""
     if args.cache is not None and not args.measure:
         raise arguments.UsageError("--cache stores measurements; add --measure, or remove --cache")
     if args.save is not None:
@@ -107,6 +110,10 @@ def _run(args: argparse.Namespace) -> int:
         raise arguments.UsageError("--first-batch needs weights, which a published shape has not; remove one of them")
     if args.parallel and args.cluster is None and args.ranks == 1:
         raise arguments.UsageError("--parallel sets the mesh of several ranks; add their number, e.g. --ranks 64")
+
+
+def _run(args: argparse.Namespace) -> int:
+    _check_options(args)
     args.overrides.extend(f"parallel.{pair}" for pair in args.parallel)
     cfg = _config(args)
     if args.measure and cfg.fp8.plan is not None:
@@ -118,9 +125,7 @@ def _run(args: argparse.Namespace) -> int:
     from octavo import fp8, models
     from octavo.cli import plan_memory, plan_step_time
     from octavo.cli.plan_layers import show
-    from octavo.train.artifacts.first_batch import read_first_inputs
     from octavo.train.estimate.memory import Card
-    from octavo.train.forward.massive_activations import describe_massive, find_massive
     from octavo.train.loop import summary
     from octavo.train.setup import planning
     from octavo.train.setup.resolve_config import resolve_recipe, resolve_steps, resolve_video
@@ -145,13 +150,9 @@ def _run(args: argparse.Namespace) -> int:
     plans = planning.make_schedule(cfg, plan, model, measurements)
     if (why := models.why_not_trained(model.config)) is not None:
         return _show_layers_only(args, plan, family, notes, why)
-    massive = find_massive(read_first_inputs(cfg, plan, terminal.note)) if args.first_batch else {}
-    if massive:
-        notes = (*notes, describe_massive(massive, plan))
-    elif args.first_batch:
-        terminal.note("no input of an FP8 layer has massive activations in the first micro-batch")
+    massive, massive_notes = _massive_activations(args, cfg, plan)
     steps, reference = _describe_phase(cfg, args.ranks)
-    notes = (*notes, *map(str, _attention_choices(cfg, model)), *_folder_notes(args, cfg, model))
+    notes = (*notes, *massive_notes, *map(str, _attention_choices(cfg, model)), *_folder_notes(args, cfg, model))
     if args.fit is not None:
         sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.fit, reference)
         fixed = [pair.partition("=")[0] for pair in arguments.overrides(args)]
@@ -167,20 +168,15 @@ def _run(args: argparse.Namespace) -> int:
         extra |= {"step": steps} if steps else {}
         extra |= {"spans": _spans(plans)} if plans.spans else {}
         if args.first_batch:
-            extra["massive_activations"] = {name: one.to_json() for name, one in massive.items()}
+            extra["massive_activations"] = massive
         extra["memory"] = _unless_unpredictable(lambda: plan_memory.as_json(sizes, message, args), args)
         if args.ranks > 1:
             extra["step_of_a_rank"] = plan_step_time.as_json(sizes, cluster, args)
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **extra})
     else:
-        print("\n".join(summary.describe_plan(plan)))
-        for sentence in [
-            *planning.describe_spans(plans),
-            *steps,
-            *([] if prediction is None else prediction.sentences()),
-            export_line,
-        ]:
-            print(sentence)
+        predicted = [] if prediction is None else prediction.sentences()
+        lines = [*summary.describe_plan(plan), *planning.describe_spans(plans), *steps, *predicted, export_line]
+        print("\n".join(lines))
         shown = _unless_unpredictable(lambda: print(f"{plan_memory.line(sizes, args)}\n") or True, args)
         show(plan, notes, everything=args.all, why=args.why)
         if shown:
@@ -191,6 +187,23 @@ def _run(args: argparse.Namespace) -> int:
         fp8.save_plan(plan, args.save, plans.spans)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
     return 0
+
+
+def _massive_activations(
+    args: argparse.Namespace, cfg: Config, plan: Plan
+) -> tuple[dict[str, dict[str, object]], list[str]]:
+    """Return (layer -> figures of its massive activations in the first micro-batch, notes about them); both are empty
+    without --first-batch."""
+    if not args.first_batch:
+        return {}, []
+    from octavo.train.artifacts.first_batch import read_first_inputs
+    from octavo.train.forward.massive_activations import describe_massive, find_massive
+
+    massive = find_massive(read_first_inputs(cfg, plan, terminal.note))
+    if not massive:
+        terminal.note("no input of an FP8 layer has massive activations in the first micro-batch")
+    notes = [describe_massive(massive, plan)] if massive else []
+    return {name: one.to_json() for name, one in massive.items()}, notes
 
 
 def _spans(plans: Any) -> list[dict[str, Any]]:

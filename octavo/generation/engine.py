@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.base import accelerator
+from octavo.base.plural import count_noun
 from octavo.fp8 import kernels
 from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context
@@ -146,8 +147,8 @@ class Engine:
         name = prompt.name or f"prompt {number}"
         if prompt.images and not self.caller.family.has_vision:
             raise GenerationError(
-                f"{name} has {prompt.images} images, but {type(self.caller.model).__name__} is text-only. "
-                "Remove the images, or use a vision-language model."
+                f"{name} has {count_noun(prompt.images, 'image')}, but {type(self.caller.model).__name__} is "
+                "text-only. Remove images, or use a vision-language model."
             )
         if count + new > shape.context:
             raise GenerationError(

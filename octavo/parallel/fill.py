@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from octavo.base.plural import count_noun
 from octavo.fp8.optim import shard_like
 from octavo.fp8.weights import fill_parameter, local_rows
 from octavo.parallel.world import World, WorldError
@@ -58,7 +59,7 @@ def load_into_shards(model: nn.Module, source: WeightSource, world: World) -> tu
             if parameter is not None:
                 module._parameters[leaf] = filled_by_id.get(id(parameter), parameter)
     if unfilled := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
-        raise WorldError(f"{len(unfilled)} parameters were sharded without values and not filled, first {unfilled[0]}")
+        raise WorldError(f"no values for {count_noun(len(unfilled), 'sharded parameter')}, first {unfilled[0]}")
     model.load_state_dict({}, strict=False)  # makes FSDP2 look up its shards, which are now the filled ones
     return _drop_zeros(lower_halves, world), read
 

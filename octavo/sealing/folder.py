@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo import models
 from octavo.base import atomic_write
+from octavo.base.plural import count_noun
 from octavo.base.seal_note import NOTE, Note, read_note, write_note
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.names import Matrices
@@ -150,9 +151,10 @@ def _refuse_unloaded(source: Path, stock: Matrices) -> None:
         keys = [key for key in PREDICTION_KEYS if announces and getattr(text, key, None)]
         also = f", and {', '.join(keys)} from its config.json" if keys else ""
         raise SealError(
-            f"{source} has {len(unloaded)} tensors that the model does not load ({describe_names(unloaded)}), first "
-            f"{unloaded[0]}, and sealing cannot permute them. Their axes are unknown, and unpermuted they would reveal "
-            f"the order of the other weights. Seal a copy of the folder without them: remove them{also}"
+            f"{source} has {count_noun(len(unloaded), 'tensor')} that the model does not load "
+            f"({describe_names(unloaded)}), first {unloaded[0]}, and sealing cannot permute them. Their axes are "
+            "unknown, and unpermuted they would reveal the order of the other weights. Seal a copy of the folder "
+            f"without them: remove them{also}"
         )
 
 

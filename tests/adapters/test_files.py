@@ -187,8 +187,8 @@ def test_damaged_folders_are_rejected(damage, says: str, copy: Path, folder) -> 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t, n: t.pop(n), "1 tensors are missing: .*lora_A"),
-        (lambda t, n: t.update({n.replace("layers.0", "layers.7"): t[n].clone()}), "1 tensors are unknown"),
+        (lambda t, n: t.pop(n), "1 tensor missing: .*lora_A"),
+        (lambda t, n: t.update({n.replace("layers.0", "layers.7"): t[n].clone()}), "1 tensor unknown"),
         (lambda t, n: t.update({n: t[n][:, :4].clone()}), r"is \[4, 4\] where the model takes"),
         (lambda t, n: t.update({n: t[n].float().fill_(float("nan"))}), "NaN or infinity"),
         (lambda t, n: t.update({n: t[n].to(torch.float8_e4m3fn)}), "float8"),

@@ -21,8 +21,6 @@ import octavo
 from octavo import data, train
 from octavo.base import hub
 from octavo.config import ConfigError, load_config_text
-from octavo.models.tiny import tiny
-from octavo.train.artifacts import export_model
 
 SHA = "0123456789abcdef" * 2 + "01234567"
 
@@ -38,18 +36,6 @@ def put(cache: Path, name: str, source: Path) -> Path:
         shutil.copy(file, repo / "blobs" / f"{number:064x}")
         (snapshot / file.name).symlink_to(os.path.relpath(repo / "blobs" / f"{number:064x}", snapshot))
     return snapshot
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A tiny text model, and the same in blocks of FP8 and in rows."""
-    folder = tmp_path_factory.mktemp("models")
-    tiny.write("qwen3", folder / "plain", size="mini")
-    for kind in ("block", "dynamic"):
-        export_model(folder / "plain", folder / kind, f"fp8-{kind}")
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
-    (folder / "rows.json").write_text(json.dumps(rows))
-    return folder
 
 
 @pytest.fixture
@@ -85,10 +71,10 @@ def online(monkeypatch):
     return answer
 
 
-def config(folders: Path, tmp_path: Path, *over: str, path: str = "an/Original"):
+def config(fp8_exports: Path, tmp_path: Path, *over: str, path: str = "an/Original"):
     text = f"""
 model: {{path: {path}}}
-data: {{train: [{{path: {folders / "rows.json"}}}]}}
+data: {{train: [{{path: {fp8_exports / "rows.json"}}}]}}
 train: {{steps: 1, seq_length: 64, micro_batch: 1, global_batch: 1}}
 run: {{dir: {tmp_path / "run"}, health_every: 0, tensorboard: false, hf: false, threads: 1}}
 """
@@ -110,11 +96,11 @@ BLOCK = ("lora={rank: 2}", "model.load_in_fp8=block")
         ({"an/Original": "plain", "an/Original-FP8": "block"}, (*BLOCK, "model.revision=main"), "an/Original", "cache"),
     ],
 )  # fmt: skip
-def test_resolved_model_trains_and_is_recorded(folders, cache, tmp_path, there, over, took, words):
+def test_resolved_model_trains_and_is_recorded(fp8_exports, cache, tmp_path, there, over, took, words):
     for name, folder in there.items():
-        put(cache, name, folders / folder)
+        put(cache, name, fp8_exports / folder)
     said: list[str] = []
-    cfg = hub.resolve_names(config(folders, tmp_path, *over), said.append)
+    cfg = hub.resolve_names(config(fp8_exports, tmp_path, *over), said.append)
     assert any(words in line for line in said) and said[-1].startswith(f"model.path an/Original: {took} at {SHA[:12]}")
     assert Path(cfg.model.path).parent.name == "snapshots" and hub.resolve_names(cfg, None) is cfg  # type: ignore[arg-type]
     result = train.run(cfg)
@@ -124,23 +110,23 @@ def test_resolved_model_trains_and_is_recorded(folders, cache, tmp_path, there, 
         assert "frozen FP8 codes" in (result.dir / "plan.json").read_text()
 
 
-def test_load_accepts_hub_names(folders, cache):
-    put(cache, "an/Original", folders / "plain")
+def test_load_accepts_hub_names(fp8_exports, cache):
+    put(cache, "an/Original", fp8_exports / "plain")
     said: list[str] = []
     assert octavo.load("an/Original", log=said.append).config.model_type == "qwen3" and "is taken" in said[-1]
 
 
-def test_newest_revision_is_fetched_without_code(folders, cache, tmp_path, online, monkeypatch):
+def test_newest_revision_is_fetched_without_code(fp8_exports, cache, tmp_path, online, monkeypatch):
     asked = {}
 
     def snapshot_download(name, repo_type, revision, allow_patterns):
         asked.update(name=name, revision=revision, patterns=allow_patterns)
-        return put(cache, name, folders / "plain")
+        return put(cache, name, fp8_exports / "plain")
 
     online({"an/Original": SHA})
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     said: list[str] = []
-    cfg = hub.resolve_names(config(folders, tmp_path, *BLOCK), said.append)
+    cfg = hub.resolve_names(config(fp8_exports, tmp_path, *BLOCK), said.append)
     assert (asked["name"], asked["revision"]) == ("an/Original", SHA)
     assert "*.safetensors" in asked["patterns"] and not any(p in asked["patterns"] for p in ("*", "*.py", "*.bin"))
     assert said == [f"model.path an/Original: an/Original at {SHA[:12]} is taken; no published FP8 twin of the kind "
@@ -149,7 +135,7 @@ def test_newest_revision_is_fetched_without_code(folders, cache, tmp_path, onlin
                     "model.fp8_twin: ORG/NAME compares and uses one"]  # fmt: skip
     assert hub.origin(cfg.model.path) == {"name": "an/Original", "revision": SHA} and hub.origin(tmp_path) is None
     with pytest.raises(hub.HubError, match="there is no model no/Such at the revision 'v2' on the Hugging Face hub"):
-        hub.resolve_names(config(folders, tmp_path, "model.revision=v2", path="no/Such"), said.append)
+        hub.resolve_names(config(fp8_exports, tmp_path, "model.revision=v2", path="no/Such"), said.append)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +161,7 @@ def test_declared_kind(tmp_path, said, kind):
     assert hub.declared_kind(tmp_path / "config.json") is None is hub.declared_kind(tmp_path / "none.json")
 
 
-def test_is_name_distinguishes_names_and_paths(tmp_path, folders, monkeypatch):
+def test_is_name_distinguishes_names_and_paths(tmp_path, fp8_exports, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "model").mkdir(parents=True)
     for path in (
@@ -187,17 +173,17 @@ def test_is_name_distinguishes_names_and_paths(tmp_path, folders, monkeypatch):
         "Original",
         "an/rows.json",
     ):
-        assert Path(config(folders, tmp_path, f"model.path={path}").model.path).is_absolute(), path
-    assert config(folders, tmp_path, "model.path=an/Original").model.path == "an/Original"
+        assert Path(config(fp8_exports, tmp_path, f"model.path={path}").model.path).is_absolute(), path
+    assert config(fp8_exports, tmp_path, "model.path=an/Original").model.path == "an/Original"
     with pytest.raises(ConfigError, match="model.revision: has no effect on a local path"):
-        config(folders, tmp_path, "model.path=./m", "model.revision=main")
+        config(fp8_exports, tmp_path, "model.path=./m", "model.revision=main")
     with pytest.raises(ConfigError, match=r"data.train.0.split: has no effect on a local path"):
-        config(folders, tmp_path, "data.train.0.split=test")
+        config(fp8_exports, tmp_path, "data.train.0.split=test")
 
 
-def test_missing_network_is_reported_before_torch_is_imported(folders, tmp_path):
+def test_missing_network_is_reported_before_torch_is_imported(fp8_exports, tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(f"model: {{path: Qwen/Qwen3-8B}}\ndata: {{train: [{{path: {folders}/rows.json}}]}}\n"
+    file.write_text(f"model: {{path: Qwen/Qwen3-8B}}\ndata: {{train: [{{path: {fp8_exports}/rows.json}}]}}\n"
                     "train: {steps: 1}\n")  # fmt: skip
     commands = ("train", "plan", "compare")
     code = ("import sys; from octavo.cli.main import main; codes = {main([c, sys.argv[-1]]) for c in sys.argv[1:-1]}; "
@@ -211,9 +197,9 @@ def test_missing_network_is_reported_before_torch_is_imported(folders, tmp_path)
         assert ("--shape qwen3_8b" in line) == (command == "plan")
 
 
-def test_hub_data_set_is_pinned(folders, cache, tmp_path, online, monkeypatch):
+def test_hub_data_set_is_pinned(fp8_exports, cache, tmp_path, online, monkeypatch):
     """At the revision that it has now, which the run writes down; as the same rows in a file."""
-    rows, asked = json.loads((folders / "rows.json").read_text()), []
+    rows, asked = json.loads((fp8_exports / "rows.json").read_text()), []
 
     def load_dataset(name, subset, split, revision):
         asked.append((name, subset, split, revision))
@@ -223,10 +209,9 @@ def test_hub_data_set_is_pinned(folders, cache, tmp_path, online, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
-    local = config(folders, tmp_path, path=str(folders / "plain"))
-    named = config(
-        folders, tmp_path, "data.train=[{path: an/Set}]", "run.dir=" + str(tmp_path / "b"), path=str(folders / "plain")
-    )
+    plain = str(fp8_exports / "plain")
+    local = config(fp8_exports, tmp_path, path=plain)
+    named = config(fp8_exports, tmp_path, "data.train=[{path: an/Set}]", f"run.dir={tmp_path / 'b'}", path=plain)
     with pytest.raises(hub.HubError, match="cannot be asked for the data set an/Set .*give the `revision`"):
         train.run(named)
     online({"an/Set": SHA})
@@ -243,7 +228,7 @@ def test_hub_data_set_is_pinned(folders, cache, tmp_path, online, monkeypatch):
         data.read(wrong)
 
 
-def test_hub_data_set_is_streamed(folders, cache, tmp_path, online, monkeypatch):
+def test_hub_data_set_is_streamed(fp8_exports, cache, tmp_path, online, monkeypatch):
     """Row groups of its parquet files, wherever they are opened: rows, losses and joined documents of a local file."""
     online({"an/Set": SHA})
     rows = [{"text": f"{n} and so on"} for n in range(30)]
@@ -271,7 +256,7 @@ def test_hub_data_set_is_streamed(folders, cache, tmp_path, online, monkeypatch)
         losses = []
         for number, entry in enumerate((f"path: {tmp_path}/rows.json", "path: an/Set, stream: true")):
             over = (f"data.train=[{{{entry}}}]", f"run.dir={tmp_path}/{join}{number}")
-            named = config(folders, tmp_path, *of, *over, path=str(folders / "plain"))
+            named = config(fp8_exports, tmp_path, *of, *over, path=str(fp8_exports / "plain"))
             losses.append(train.run(named).losses())
         assert losses[0] == losses[1]
     assert len({*opened}) == 3 and len(opened) == 3

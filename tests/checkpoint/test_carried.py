@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from octavo import checkpoint, models
 from octavo.base import encryption
 from octavo.checkpoint import CheckpointError, convert, verify
-from octavo.checkpoint.export.carried import plan_carried
+from octavo.checkpoint.export.carried import Carried, plan_carried
 from octavo.models import ModelError
 from octavo.models.folder.quantization import read_quantization
 from octavo.models.tiny import tiny
@@ -119,6 +119,11 @@ def test_missing_source_is_reported(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"{tmp_path / 'gone'} cannot be written: {other}, .*is no longer there"):
         checkpoint.save_hf(model, other, tmp_path / "gone", World(), loaded=True)
     assert not (tmp_path / "gone").exists()
+
+
+def test_message_about_several_keys_has_a_plural_verb() -> None:
+    sentences = Carried(Path("m"), config={"num_mtp_layers": None, "num_mtp_modules": 0}).sentences()
+    assert sentences == ["num_mtp_layers, num_mtp_modules of config.json announced them and were removed"]
 
 
 def test_codes_are_copied_only_into_their_own_form(good: folders.Good, tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_values_of_another_model_and_nonfinite_values_are_rejected(source, tmp_p
         assert list(tmp_path.iterdir()) == []
 
     refused({**state, "extra": torch.ones(1)}, "extra is unknown to the model")
-    refused({k: v for k, v in state.items() if k != "model.norm.weight"}, "1 parameters .* first model.norm.weight")
+    refused({k: v for k, v in state.items() if k != "model.norm.weight"}, "1 parameter .* first model.norm.weight")
     refused({**state, "model.norm.weight": torch.ones(3)}, r"model.norm.weight has shape \[3\], .* \[256\]")
     for bad in (math.nan, math.inf):
         for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):

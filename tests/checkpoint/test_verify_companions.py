@@ -150,7 +150,7 @@ FAULTS = {
     "stray weights": Fault(stray("consolidated"), "extra-shard", "consolidated.safetensors", loads=True),
     "stray adapter": Fault(stray("adapter_model"), "extra-shard", "adapter_model.safetensors", loads=True),
     "metadata": Fault(metadata, "header", SHARD),
-    "adapter beside": Fault(text("adapter_config.json", "{}"), "adapter-beside", "adapter_config.json"),
+    "adapter config": Fault(text("adapter_config.json", "{}"), "adapter-config", "adapter_config.json"),
     "tokens above": Fault(more_tokens, "token-ids", "tokenizer.json", fails=False, loads=True),
 }
 

@@ -106,7 +106,7 @@ def test_images_are_inserted_at_their_placeholders(here, capsys):
     assert _content_parts("A<video>", image_and_video) == [image, {"type": "text", "text": "A"}, video]
     file = ["--image", str(next((here / "digits").rglob("*.png")))]
     assert main(["generate", "model", "--prompt", "<image> <image>?", *file]) == 2
-    assert "has 2 placeholders <image>, but there are 1 images" in capsys.readouterr().err
+    assert "has 2 placeholders <image> for 1 image" in capsys.readouterr().err
 
 
 def test_generate_and_eval_report_ignored_generation_settings(here, capsys, monkeypatch):

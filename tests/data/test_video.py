@@ -149,7 +149,7 @@ def test_videos_are_read_from_every_layout(folder):
 @pytest.mark.parametrize(
     ("names", "more", "message"),
     [
-        (("a.mp4", "b.webm"), {}, r"1 <video> placeholder.s. in its text and 2 video"),
+        (("a.mp4", "b.webm"), {}, r"1 <video> placeholder in its text and 2 videos"),
         (("none.mp4",), {}, "video 'none.mp4' is missing"),
         (("../x.mp4",), {}, "is outside the image folder"),
         (("https://x/y.mp4",), {}, "is not a local file"),

@@ -407,7 +407,7 @@ def test_invalid_requests_are_rejected(load_mini, family, make, settings, change
 def test_text_models_reject_images_and_custom_attention_uses_transformers(load_mini):
     model, processor = load_mini("qwen3")
     messages, images = make_conversations(model, 1)[0][0], make_conversations(load_mini("qwen3_vl")[0], 2)[1][1]
-    with pytest.raises(models.ModelError, match="1 images were passed to a text-only model"):
+    with pytest.raises(models.ModelError, match="a text-only model received 1 image"):
         generation.prompt_of(processor, messages, images)
     model, processor = load_mini("mpt")
     model = with_alibi(models.load(model.name_or_path))

@@ -29,5 +29,5 @@ def test_answers_about_a_video_match_transformers(tmp_path, kind):
     assert answers[0] == [models.generate(model, processor, with_video[0], (), 6, [shot])]
     assert answers[1] == [models.generate(model, processor, plain[0], (), 6)]
     assert bool(logged) == (kind == "qwen2_5_vl")
-    with pytest.raises(ModelError, match="have 1 video parts, but 0 videos were passed"):
+    with pytest.raises(ModelError, match="have 1 video part for 0 videos"):
         models.encode_conversation(processor, with_video[0])

@@ -159,7 +159,7 @@ def test_single_parameters_have_a_component(checkpoint):
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "2 parameters are in no component, first 'extra.weight'"),
+        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "2 parameters in no component, first 'extra.weight'"),
         (lambda m: setattr(m.model, "video_tower", nn.Linear(2, 2)), "a second tower, model.video_tower"),
         (lambda m: setattr(m.model, "vqmodel", nn.Linear(2, 2)), "parts that make images, model.vqmodel"),
         (

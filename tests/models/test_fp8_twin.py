@@ -115,16 +115,11 @@ def double(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A tiny text model, its exports in blocks and rows, and folders that differ from them in one thing each."""
-    folder = tmp_path_factory.mktemp("models")
-    tiny.write("qwen3", folder / "plain", size="mini")
-    for kind in ("block", "dynamic"):
-        export_model(folder / "plain", folder / kind, f"fp8-{kind}")
+def folders(fp8_exports, tmp_path_factory):
+    """A copy of the exports, with a file that is not downloaded; tests add folders that differ in one thing each."""
+    folder = shutil.copytree(fp8_exports, tmp_path_factory.mktemp("models") / "exports")
     for name in ("plain", "block", "dynamic"):
         (folder / name / "README.md").write_text("not downloaded")
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
-    (folder / "rows.json").write_text(json.dumps(rows))
     return folder
 
 
@@ -249,9 +244,9 @@ def test_revision_of_twin_is_used(folders, double, tmp_path):
         (other_tokenizer, ["1 thing differs", "tokenizer: the content of tokenizer.json differs (SHA-256 "]),
         (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer: tokenizer.json is missing"]),
         (change_weights(lambda w: w.pop("model.norm.weight")), ["1 of ", "are missing, first model.norm.weight"]),
-        (change_weights(lambda w: w.update(extra=torch.ones(2))), ["1 tensors are not in the model, first extra"]),
+        (change_weights(lambda w: w.update(extra=torch.ones(2))), ["1 tensor not in the model, first extra"]),
         (change_weights(lambda w: w.update({"model.norm.weight": torch.ones(3)})),
-         ["1 tensors have other shapes, first model.norm.weight: [3] and not ["]),
+         ["1 tensor of another shape, first model.norm.weight: [3] and not ["]),
         (change_weights(lambda w: w.update({k: v.bfloat16() for k, v in w.items() if v.itemsize == 1})),
          ["no tensor has FP8 codes (F8_E4M3), although config.json announces them"]),
     ],
@@ -272,7 +267,7 @@ def test_twin_of_another_size_is_refused(folders, double, tmp_path):
     tiny.write("qwen3", tmp_path / "small")
     export_model(tmp_path / "small", tmp_path / "small8", "fp8-dynamic")
     double.repositories = {"an/Original": folders / "plain", "other/Original-FP8": tmp_path / "small8"}
-    with pytest.raises(models.ModelError, match=r"(?s)config.json: hidden_size is .* tensors have other shapes"):
+    with pytest.raises(models.ModelError, match=r"(?s)config.json: hidden_size is .* tensors of another shape"):
         resolve_twin(config(folders, tmp_path, "model.load_in_fp8=rowwise"), print)
 
 
@@ -288,7 +283,7 @@ def test_harmless_differences_are_accepted_and_inputs_noted(folders, double, tmp
     double.repositories = {"an/Original": folders / "plain", "other/Original-FP8": changed(folders, tmp_path, change)}
     said: list[str] = []
     resolve_twin(config(folders, tmp_path), said.append)
-    assert said[0] == "note: other/Original-FP8 has another chat template than an/Original; the twin's is used"
+    assert said[0] == "note: other/Original-FP8 has a different chat template from an/Original; the twin's is used"
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_max_new_tokens_and_determinism(checkpoint):
 @pytest.mark.parametrize(
     ("messages", "images", "tokens", "message"),
     [
-        (conversation(True)[:1], [], 4, "1 image parts, but 0 images"),
-        (conversation(False)[:1], [some_image()], 4, "0 image parts, but 1 images"),
+        (conversation(True)[:1], [], 4, "1 image part for 0 images"),
+        (conversation(False)[:1], [some_image()], 4, "0 image parts for 1 image"),
         ([], [], 4, "there are no messages"),
         (conversation(False)[:1], [], 0, "max_new_tokens is 0"),
     ],

@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from octavo import models
 from octavo.checkpoint import save_hf
 from octavo.fp8.arithmetic.master import join
 from octavo.fp8.weights import is_frozen
 from octavo.models.folder import headers
+from octavo.models.structure.skeleton import stock_config
 from octavo.models.weights import loading
 from octavo.parallel import World
 
@@ -142,6 +144,29 @@ def test_code_in_the_folder(folder):
     refused(folder, "requires Python code")
 
 
+def test_another_file_with_the_configuration(folder):
+    """transformers would read it instead, unchecked."""
+    edit_config(folder, configuration_files=["config.json", "config.4.0.0.json"])
+    (folder / "config.4.0.0.json").write_text("{}")
+    refused(folder, r"names other files with the configuration \(configuration_files\)")
+
+
+def test_a_configuration_is_parsed_once(folder, monkeypatch):
+    """Unless config.json was changed; and what a caller does to a configuration stays with that caller."""
+    parsed = []
+    from_pretrained = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *a, **kw: parsed.append(a) or from_pretrained(*a, **kw))
+    first = stock_config(folder)
+    expected = first.to_dict()
+    first.rope_parameters["rope_theta"], first.hidden_size = -1.0, 7
+    assert stock_config(folder).to_dict() == expected and len(parsed) == 1
+    edit_config(folder, hidden_act="gelu")
+    assert stock_config(folder).hidden_act == "gelu" and len(parsed) == 2
+    edit_config(folder, hidden_size="wide")
+    for _ in range(2):
+        refused(folder, "config.json .*hidden_size|config.json has a field")
+
+
 def test_quantized_weights_are_rejected(folder):
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     refused(folder, "quantized weights .quant_method 'gptq'")
@@ -169,7 +194,7 @@ def test_a_truncated_file(folder, keep):
 def test_header_length_that_looks_like_a_pickle_is_read(tmp_path, length: int):
     """A header of 640 bytes begins with 80 02 00, like a pickle with its protocol."""
     file = tmp_path / "model.safetensors"
-    for n in range(1, length):
+    for n in range(length - 120, length):  # the rest of the header has fewer than 120 bytes
         save_file({"a" * n: torch.ones(2)}, file)
         if int.from_bytes(file.read_bytes()[:8], "little") >= length:
             break

@@ -175,7 +175,7 @@ def test_placeholders_and_line_breaks_of_tiles(checkpoint) -> None:
     newline = model.get_input_embeddings().weight[model.config.newline_token_id]
     assert features.shape[:2] == (4, 6) and torch.equal(features[:, 4:], newline.expand(4, 2, -1))
     assert processor._get_num_multimodal_tokens([(40, 16)])["num_image_tokens"] == [24]
-    with pytest.raises(ValueError, match="1 placeholders for 2 images"):
+    with pytest.raises(ValueError, match="1 placeholder for 2 images"):
         processor(text=[text], images=[image, image])
 
 

@@ -65,7 +65,7 @@ def test_rows_with_and_without_images_in_one_call(checkpoint):
 def test_a_text_model_refuses_images(checkpoint, family):
     processor = models.load_processor(checkpoint(family))
     assert isinstance(processor, models.TextProcessor)
-    with pytest.raises(models.ModelError, match="1 images were passed to a text-only model"):
+    with pytest.raises(models.ModelError, match="a text-only model received 1 image"):
         processor(text=["first?"], images=[some_image()])
     with pytest.raises(models.ModelError, match="max_pixels is set, but .* is a text-only model"):
         models.load_processor(checkpoint(family), max_pixels=4096)

@@ -190,5 +190,5 @@ def test_a_rank_reads_its_shards_and_the_rest_of_blocks_that_are_cut(folders: Fo
 def test_unfilled_parameter_is_an_error(folders: Folders):
     unread = models.load_deferred(folders([CASES["values"]]) / "qwen3")
     unread.prepared.sources.origins.pop()
-    with pytest.raises(WorldError, match="1 parameters were sharded without values and not filled, first model"):
+    with pytest.raises(WorldError, match="no values for 1 sharded parameter, first model"):
         load_into_shards(unread.model, unread, World())

@@ -170,7 +170,7 @@ def test_unusable_images_are_named(folder, pictures, tmp_path):
     with Rewards(["sees"], tmp_path, on_bad="zero") as rewards:
         bad = {row: reason for row, _, reason in rewards.score(["a"] * 4, columns).bad}
     assert bad.keys() == {1, 2} and "missing.png" in bad[2]
-    assert "have 1 image parts, but 2 images were passed" in bad[1]
+    assert "have 1 image part for 2 images" in bad[1]
     with Rewards(["sees"], tmp_path, on_bad="zero") as rewards:
         columns = {"messages": [IMAGE_QUESTIONS[0]] * 2, "images": [pictures[:1]] * 2, "videos": [["a.mp4"], []]}
         [(row, _, reason)] = rewards.score(["a"] * 2, columns).bad

@@ -209,7 +209,7 @@ def test_two_ranks_write_one_record(make, planted: Path) -> None:
     assert [*figures(cfg)[0]["massive_activations"]][0] == LAYER
 
 
-def test_plan_runs_the_first_batch(make, planted: Path, tmp_path: Path, capsys) -> None:
+def test_plan_runs_the_first_batch(make, planted: Path, tmp_path: Path, capsys, no_memory) -> None:
     def plan(*words: str) -> tuple[int, str, str]:
         code = main(["plan", str(tmp_path / "run.yaml"), *words])
         return code, *capsys.readouterr()

@@ -75,7 +75,7 @@ def test_a_run_and_its_folder_are_asked_about_a_clip(here, result, capsys):
     for words, found in (
         (
             ["--video", str(clip), "--prompt", "<video> and <video>?"],
-            "has 2 placeholders <video>, but there are 1 videos",
+            "has 2 placeholders <video> for 1 video",
         ),
         (["--video", str(here / "none.mp4"), "--prompt", "a"], "there is no video"),
         (["--video", str(here / "clips" / "train.json"), "--prompt", "a"], "not mp4, mov, webm or mkv"),

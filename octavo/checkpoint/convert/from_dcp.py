@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from octavo import fp8
+from octavo.base.plural import count_noun
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.folder import ByteRange, Folder, map_tensor, tensor_bytes
@@ -109,7 +110,7 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
     if copied:
         verb = "was" if len(copied) == 1 else "were"
         log(
-            f"{len(copied)} tensor{'' if len(copied) == 1 else 's'} that the model does not load "
+            f"{count_noun(len(copied), 'tensor')} that the model does not load "
             f"({describe_names(copied)}) {verb} copied unchanged from {like_folder}"
         )
     log("not converted by Octavo: there are no checksums to compare")

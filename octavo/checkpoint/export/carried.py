@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from octavo.base.plural import count_noun
 from octavo.checkpoint.export.files import PlannedTensor
 from octavo.checkpoint.export.names import fused_group
 from octavo.models.errors import ModelError
@@ -72,13 +73,15 @@ class Carried:
         if self.stored:
             names = describe_names(entry.name for entry in self.stored)
             verb = "was" if len(self.stored) == 1 else "were"
-            lines.append(f"{_count(len(self.stored))} that the model does not load ({names}) {verb} copied unchanged")
+            many = count_noun(len(self.stored), "tensor")
+            lines.append(f"{many} that the model does not load ({names}) {verb} copied unchanged")
         for reason in dict.fromkeys(self.left.values()):
             omitted = [name for name, why in self.left.items() if why == reason]
-            what = f"{_count(len(omitted))} that the model does not load ({describe_names(omitted)})"
+            what = f"{count_noun(len(omitted), 'tensor')} that the model does not load ({describe_names(omitted)})"
             lines.append(f"{what} {'is' if len(omitted) == 1 else 'are'} left out: {reason}")
         if self.config:
-            lines.append(f"{', '.join(self.config)} of config.json announced them and was removed")
+            verb = "was" if len(self.config) == 1 else "were"
+            lines.append(f"{', '.join(self.config)} of config.json announced them and {verb} removed")
         return lines
 
     def to_json(self) -> dict[str, object]:
@@ -163,7 +166,3 @@ def _find_announced(source: Path, model: PreTrainedModel) -> dict[str, int | Non
     defaults = type(model.config.get_text_config())
     announced = [key for key in PREDICTION_KEYS if any(part.get(key) for part in parts)]
     return {key: 0 if getattr(defaults, key, None) else None for key in announced}
-
-
-def _count(number: int) -> str:
-    return f"{number} tensor{'' if number == 1 else 's'}"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.base import encryption
+from octavo.base.plural import count_noun
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.files import PlannedTensor, nbytes, shard_names
 from octavo.models.folder.folder import INDEX
@@ -88,7 +89,7 @@ class EncryptedShards:
         for number, shard in enumerate(self._shards):
             if self._owner[number] == self._rank and self._next[number] < len(shard):
                 raise CheckpointError(
-                    f"{len(shard) - self._next[number]} tensors of the model are missing, first "
+                    f"no values for {count_noun(len(shard) - self._next[number], 'tensor')} of the model, first "
                     f"{shard[self._next[number]][0]}: the weights do not match this model's configuration"
                 )
 

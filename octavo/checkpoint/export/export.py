@@ -32,6 +32,7 @@ from torch import Tensor
 from octavo import fp8, models
 from octavo.base import atomic_write, target_folder
 from octavo.base.byte_size import format_bytes
+from octavo.base.plural import count_noun
 from octavo.base.safe_read import printable
 from octavo.checkpoint import compat
 from octavo.checkpoint.checksums import MARKER, NOTE_DIGEST, note_digest, read_note, sha256
@@ -247,8 +248,8 @@ class _Writer:
     def finish(self) -> None:
         if missing := [name for name in self.plan.together if name not in self._seen]:
             raise CheckpointError(
-                f"{len(missing)} parameters of the model are missing, first {missing[0]}: the weights do not match "
-                f"the model of {self.source}"
+                f"no values for {count_noun(len(missing), 'parameter')} of the model, first {missing[0]}: the weights "
+                f"do not match the model of {self.source}"
             )
 
     def _check(self, name: str, value: Value) -> None:

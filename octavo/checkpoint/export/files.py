@@ -18,6 +18,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from octavo.base.plural import count_noun
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.folder import INDEX, SINGLE
 from octavo.models.folder.headers import DTYPE_NAMES, Header, compose, make_index
@@ -133,8 +134,8 @@ class Shards:
         local_names = self._places if self._local_names is None else self._local_names
         if missing := [name for name in local_names if not self._places[name].written]:
             raise CheckpointError(
-                f"{len(missing)} tensors of the model are missing, first {missing[0]}: the weights do not match "
-                "this model's configuration"
+                f"no values for {count_noun(len(missing), 'tensor')} of the model, first {missing[0]}: the weights do "
+                "not match this model's configuration"
             )
         for file in self._files:
             file.flush()

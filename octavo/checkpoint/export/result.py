@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.byte_size import format_bytes
+from octavo.base.plural import count_noun
 from octavo.checkpoint.export.carried import Carried
 from octavo.models.processors.stop_tokens import EndToken
 
@@ -94,7 +95,7 @@ class ExportResult:
     def sentences(self) -> list[str]:
         """Return the outcome as sentences for the user."""
         size = format_bytes(self.bytes)
-        tensors, files = self.total("count") + len(self.carried.stored), _plural(len(self.files), "file")
+        tensors, files = self.total("count") + len(self.carried.stored), count_noun(len(self.files), "file")
         in_fp8 = "" if self.method is None else f"{self.layers[0]} of {self.layers[1]} linear layers in FP8, "
         lines = [f"wrote {self.directory}: {self.format}, {in_fp8}{tensors} tensors, {size} in {files}"]
         if (self.format, self.method) == ("fp8-block", "compressed-tensors"):
@@ -110,15 +111,15 @@ class ExportResult:
         }
         for what, meaning in words.items():
             if count := self.total(what):
-                lines.append(f"{_plural(count, 'FP8 weight')}: {meaning}{self._error(what)}")
+                lines.append(f"{count_noun(count, 'FP8 weight')}: {meaning}{self._error(what)}")
         for reason, count in self.skipped.items():
             # Whole components and lm_head need no names.
             names = self.stay[reason] if "128" in reason else ()
-            lines.append(f"{_plural(count, 'layer')} in BF16: {reason}{_list_names(names)}")
+            lines.append(f"{count_noun(count, 'layer')} in BF16: {reason}{_list_names(names)}")
         for component, count in self.opened.items():
             includable = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
             include = f"; --include {component} keeps codes" if includable else ""
-            lines.append(f"{_plural(count, 'weight')} of the {component} with codes, written in BF16{include}")
+            lines.append(f"{count_noun(count, 'weight')} of the {component} with codes, written in BF16{include}")
         lines += self.carried.sentences()
         if self.end is not None:
             lines.append(
@@ -136,7 +137,3 @@ def _list_names(names: tuple[str, ...], most: int = 8) -> str:
     rest = len(names) - most
     listed = ", ".join(names[:most]) + (f" and {rest} more (octavo_export.json lists them)" if rest > 0 else "")
     return f": {listed}" if names else ""
-
-
-def _plural(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -39,6 +39,7 @@ from torch.futures import Future
 
 from octavo.base import accelerator, safe_read
 from octavo.base.encryption.writer import open_encrypted
+from octavo.base.plural import count_noun
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.expert_rows import ShardedRows
 
@@ -223,8 +224,8 @@ class TensorLoadPlanner(DefaultLoadPlanner):
                 )
         if missing := sorted(set(self.state_dict) - set(self.metadata.state_dict_metadata)):
             raise CheckpointError(
-                f"the checkpoint has no values for {len(missing)} tensors of this run, first {missing[0]}: it was "
-                "written by another model, or with other parameters frozen"
+                f"the checkpoint has no values for {count_noun(len(missing), 'tensor')} of this run, first "
+                f"{missing[0]}: it was written by another model, or with other parameters frozen"
             )
         return super().create_local_plan()
 

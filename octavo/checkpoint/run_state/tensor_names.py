@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from octavo import fp8
+from octavo.base.plural import count_noun
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import optimizer_state as states
 from octavo.checkpoint.run_state.expert_rows import ShardedRows
@@ -99,6 +100,6 @@ def check_names(
         )
     if unknown:
         raise CheckpointError(
-            f"{path} holds {len(unknown)} tensors that this model does not have, first "
+            f"{path} holds {count_noun(len(unknown), 'tensor')} that this model does not have, first "
             f"{unknown[0].removeprefix('model.')}: it was written by another model"
         )

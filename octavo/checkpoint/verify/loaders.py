@@ -91,7 +91,7 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "companion": _all(REFUSES, "a file of the tokenizer, the processor or the chat template cannot be read", True),
     "template": _servers(REFUSES, "chat requests cannot be rendered as a prompt"),
     "token-ids": _all(WARNS, "a token beyond the embeddings makes the forward fail"),
-    "adapter-beside": {_HF: _does(GARBAGE, "the base model of the adapter is loaded instead of this one")},
+    "adapter-config": {_HF: _does(GARBAGE, "the base model of the adapter is loaded instead of this one")},
     "name": _all(WARNS, "a file's name contains control characters"),
     "special": _all(WARNS, "a pipe, a device or a socket is among the files"),
     "link": _all(WARNS, "a link leads out of the folder, or nowhere"),

@@ -28,7 +28,7 @@ SENTENCES: dict[str, str] = {
     "index again.",
     "duplicate/stacked": "{file} holds the experts stacked as {name!r}, and {other.file} one by one ({single!r}); "
     "keep one of them.",
-    "adapter-beside": "{file} is in the folder of a model, and transformers would load the model that it names; move "
+    "adapter-config": "{file} is in the folder of a model, and transformers would load the model that it names; move "
     "it to a separate folder.",
     "name": "File name {file!r} contains control characters, which a terminal interprets; rename the file.",
     "special": "{file} is {what}, not a file: copying or loading the folder may hang; remove it.",

@@ -81,7 +81,7 @@ def verify(
     inspected = _inspect(folder, findings, quick=quick)
     if inspected.raw:
         if os.path.lexists(folder / "adapter_config.json"):
-            findings.fail("adapter-beside", "adapter_config.json")
+            findings.fail("adapter-config", "adapter_config.json")
         check_companions(folder, inspected.raw, inspected.stock, findings)
     if not inspected.headers.files and not inspected.raw and not findings.items:
         raise CheckpointError(f"{folder} contains neither config.json nor safetensors: there is nothing to verify.")

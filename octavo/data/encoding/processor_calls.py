@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from octavo.base.plural import count_noun
 from octavo.data.encoding import video as video_files
 from octavo.data.encoding.audio import Limits
 from octavo.data.encoding.audio import load as load_sound
@@ -135,13 +136,13 @@ class ProcessorCalls:
         agree although an image is assigned to the wrong row. Raises `Mismatch`."""
         if videos and (written := text.count(self.processor.video_token)) != videos:
             raise Mismatch(
-                f"the chat template writes {written} placeholders ({self.processor.video_token}) for {videos} "
-                "video(s); use a version of the template that supports videos"
+                f"the chat template writes {count_noun(written, 'placeholder')} ({self.processor.video_token}) for "
+                f"{count_noun(videos, 'video')}; use a version of the template that supports videos"
             )
         places = text.count(self.image_token) if self.image_token is not None else 0
         if places != images + sounds:
-            media = f"{sounds} sound(s)" if sounds else f"{images} image(s)"
-            raise Mismatch(f"the chat template writes {places} placeholders for {media}")
+            media = count_noun(sounds, "sound") if sounds else count_noun(images, "image")
+            raise Mismatch(f"the chat template writes {count_noun(places, 'placeholder')} for {media}")
 
     def starts_with_bos(self, text: str) -> bool:
         """Return True if the template wrote the BOS token, so that the tokenizer must not add another."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.base.plural import count_noun
 from octavo.data.errors import BadSample, MediaProblem, RowProblem, quote_value
 from octavo.data.formats import media_kinds
 from octavo.data.rows import foreign
@@ -401,8 +402,8 @@ def _map_role(name: object, format: str, number: int) -> str:
 def check_image_count(placeholders: int, images: int) -> None:
     if placeholders != images:
         raise RowProblem(
-            f"has {placeholders} {PLACEHOLDER} placeholder(s) in its text and {images} image(s); the numbers must be "
-            "equal"
+            f"has {count_noun(placeholders, f'{PLACEHOLDER} placeholder')} in its text and "
+            f"{count_noun(images, 'image')}; the numbers must be equal"
         )
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from octavo.base.plural import count_noun
 from octavo.data.errors import MediaProblem, RowProblem, quote_value
 
 
@@ -172,8 +173,8 @@ class MediaType:
             out.append(replace(turn, parts=tuple(parts)))
         if places != len(names):
             raise RowProblem(
-                f"has {places} {self.placeholder} placeholder(s) in its text and {len(names)} {self.noun}(s); they "
-                "numbers must be equal"
+                f"has {count_noun(places, f'{self.placeholder} placeholder')} in its text and "
+                f"{count_noun(len(names), self.noun)}; the numbers must be equal"
             )
         return out
 

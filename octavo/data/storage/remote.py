@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from octavo.base import atomic_write
+from octavo.base.plural import count_noun
 from octavo.base.safe_read import COUNT, TEXT, check_schema, first_line, parse_json
 from octavo.data.errors import DataError
 from octavo.data.formats import registry
@@ -253,7 +254,9 @@ def _numbered_files(url: str) -> list[Remote]:
         if file_url.rpartition("/")[0] != folder:
             raise DataError(f"{url}: numbers {{..}} are only possible in a file name; give each folder a data set")
         if name not in inside:
-            raise DataError(f"{file_url} is missing, which {url} names; there are {len(inside)} files in its folder")
+            raise DataError(
+                f"{file_url} is missing, which {url} names; its folder has {count_noun(len(inside), 'file')}"
+            )
         files.append(_remote_file(system, file_url, inside[name]))
     return files
 

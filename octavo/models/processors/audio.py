@@ -19,6 +19,7 @@ import numpy as np
 from transformers import BatchFeature, PreTrainedTokenizerBase, WhisperFeatureExtractor
 from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
 
+from octavo.base.plural import count_noun
 from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder.chat import WithDeadline
 from octavo.models.folder.folder import check_sizes, open_plain, wrap_errors
@@ -46,13 +47,14 @@ class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
         `return_tensors`. Raises ModelError for images, and if the numbers of placeholders and sounds differ."""
         if images is not None and len(images):
             raise ModelError(
-                f"{len(images)} images were passed to a model of audio and text, which does not take images."
+                f"a model of audio and text, which takes no images, received {count_noun(len(images), 'image')}."
             )
         texts, sounds = [text] if isinstance(text, str) else list(text), [] if audio is None else list(audio)
         num_placeholders = sum(prompt.count(self.audio_token) for prompt in texts)
         if num_placeholders != len(sounds):
             raise ModelError(
-                f"{len(sounds)} sounds were passed for {num_placeholders} placeholders {self.audio_token}."
+                f"the text has {count_noun(num_placeholders, 'placeholder')} {self.audio_token} for "
+                f"{count_noun(len(sounds), 'sound')}."
             )
         inputs: dict[str, Any] = {}
         if sounds:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import BatchFeature, GenerationConfig, LogitsProcessorList, PreTrainedModel, ProcessorMixin
 
+from octavo.base.plural import count_noun
 from octavo.models.errors import ModelError
 from octavo.models.folder import chat
 from octavo.models.processors.frames import why_not_stock_times
@@ -96,21 +97,26 @@ def encode_conversation(
     """
     if images and isinstance(processor, TextProcessor):
         raise ModelError(
-            f"{len(images)} images were passed to a text-only model. Leave them out, or use a vision-language model."
+            f"a text-only model received {count_noun(len(images), 'image')}. Leave images out, or use a "
+            "vision-language model."
         )
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
     parts = sum(part.get("type") == "image" for content in contents for part in content)
     if parts != len(images):
         raise ModelError(
-            f"the messages have {parts} image parts, but {len(images)} images were passed; the numbers must agree."
+            f"the messages have {count_noun(parts, 'image part')} for {count_noun(len(images), 'image')}; the numbers "
+            "must agree."
         )
     parts = sum(part.get("type") == "video" for content in contents for part in content)
     if parts != len(videos):
         raise ModelError(
-            f"the messages have {parts} video parts, but {len(videos)} videos were passed; the numbers must agree."
+            f"the messages have {count_noun(parts, 'video part')} for {count_noun(len(videos), 'video')}; the numbers "
+            "must agree."
         )
     if videos and getattr(processor, "videos", None) is None:
-        raise ModelError(f"{len(videos)} videos were passed, but Octavo does not support videos for this model.")
+        raise ModelError(
+            f"Octavo does not support videos for this model, which received {count_noun(len(videos), 'video')}."
+        )
     if not messages:
         raise ModelError("there are no messages; at least one is required.")
     if not processor.chat_template:
@@ -124,14 +130,18 @@ def encode_conversation(
     num_placeholders = 0 if token is None else text.count(token)
     try:
         if num_placeholders != len(images):  # transformers 5.17 does not check this
-            raise ValueError(f"the text has {num_placeholders} placeholders for {len(images)} images")
+            raise ValueError(
+                f"the text has {count_noun(num_placeholders, 'placeholder')} for {count_noun(len(images), 'image')}"
+            )
         rows = [list(images)] if images and getattr(processor, "images_by_row", False) else list(images)
         inputs: dict[str, Any] = {}
         if videos:
             video_processor = cast("Qwen3VLImageTextProcessor", processor)  # one of those that take videos
             inputs = video_processor.video_inputs(videos)
             if (num_placeholders := text.count(video_processor.video_token)) != len(videos):
-                raise ValueError(f"the text has {num_placeholders} placeholders for {len(videos)} videos")
+                raise ValueError(
+                    f"the text has {count_noun(num_placeholders, 'placeholder')} for {count_noun(len(videos), 'video')}"
+                )
         return processor(text=[text], images=rows or None, return_tensors="pt", add_special_tokens=False, **inputs)
     except ValueError as cause:
         raise ModelError(

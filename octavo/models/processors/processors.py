@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedToken
 
 from octavo.base import safe_read
 from octavo.base.model_families import RECORDS, trained_families, trains_on, video_families
+from octavo.base.plural import count_noun
 from octavo.models.custom.nvila.three_folders import add_media_tokens, find_template
 from octavo.models.errors import ModelError
 from octavo.models.folder.chat import (
@@ -61,8 +62,8 @@ class TextProcessor:
     def __call__(self, text: str | Sequence[str] | None = None, images: Any = None, **kwargs: Any) -> BatchFeature:
         if images is not None and len(images):
             raise ModelError(
-                f"{len(images)} images were passed to a text-only model. Use a vision-language model, or rows without "
-                "images."
+                f"a text-only model received {count_noun(len(images), 'image')}. Use a vision-language model, or rows "
+                "without images."
             )
         kwargs.pop("return_mm_token_type_ids", None)
         encoded = self.tokenizer(text, **kwargs)

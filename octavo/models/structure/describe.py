@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from octavo.base.plural import count_noun
 from octavo.fp8.policy import matches
 from octavo.models.errors import ModelError
 from octavo.models.structure.skeleton import empty, is_audio_config, is_vision_config
@@ -124,7 +125,7 @@ def _check_complete(model: PreTrainedModel, family: Family) -> None:
     owners = ((name, name.rpartition(".")[0]) for name, _ in model.named_parameters())
     unassigned = [name for name, owner in owners if owner != VALUE_HEAD and family.component_of(owner) is None]
     if unassigned:
-        raise Undescribed(model, f"{len(unassigned)} parameters are in no component, first {unassigned[0]!r}")
+        raise Undescribed(model, f"{count_noun(len(unassigned), 'parameter')} in no component, first {unassigned[0]!r}")
 
 
 _HIGH_PRECISION: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str, str], ...] = (

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.base import hub, safe_read
+from octavo.base.plural import count_noun
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import QUANTIZED_KEYS, check_weight_files, find_file, read_companion, read_json
@@ -170,11 +171,12 @@ def _different_tensors(base: _Model, twin: _Model) -> Iterator[str]:
     if missing := sorted(base.tensors.keys() - names - tied):
         yield f"{len(missing)} of {len(base.tensors)} tensors are missing, first {missing[0]}"
     if extra := sorted(names - base.tensors.keys() - tied):
-        yield f"{len(extra)} tensors are not in the model, first {extra[0]}"
+        yield f"{count_noun(len(extra), 'tensor')} not in the model, first {extra[0]}"
     shapes = {name: (base.tensors[name][1], twin.tensors[name][1]) for name in sorted(names & base.tensors.keys())}
     if differing := [name for name, (one, other) in shapes.items() if one != other]:
         one, other = shapes[differing[0]]
-        yield f"{len(differing)} tensors have other shapes, first {differing[0]}: {[*other]} and not {[*one]}"
+        many = count_noun(len(differing), "tensor")
+        yield f"{many} of another shape, first {differing[0]}: {[*other]} and not {[*one]}"
     if not any(dtype == "F8_E4M3" for dtype, _ in twin.tensors.values()):
         yield "no tensor has FP8 codes (F8_E4M3), although config.json announces them"
 
@@ -204,12 +206,12 @@ def _digest_tokenizer(file: Path) -> str:
 def _different_inputs(base: _Model, twin: _Model) -> Iterator[str]:
     """Yield a sentence for files that change inputs and not weights. The twin's are used, and exported with it."""
     if _chat_template(base.folder) != _chat_template(twin.folder):
-        yield f"{twin.name} has another chat template than {base.name}; the twin's is used"
+        yield f"{twin.name} has a different chat template from {base.name}; the twin's is used"
     for name in _INPUT_FILES[1:]:
         before, after = (find_file(one.folder, name) for one in (base, twin))
         contents = [read_json(file) if file.is_file() else None for file in (before, after)]
         if contents[0] != contents[1]:
-            yield f"{twin.name} has another {name} than {base.name}; the twin's is used"
+            yield f"{twin.name} has a different {name} from {base.name}; the twin's is used"
 
 
 def _chat_template(folder: Path) -> object:

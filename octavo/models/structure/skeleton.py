@@ -4,7 +4,8 @@ the meta device."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from functools import cache
+from copy import deepcopy
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -27,6 +28,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from octavo.base.safe_read import read_bytes
 from octavo.models.custom import mpt
 from octavo.models.custom.nvila.three_folders import IN_THREE_FOLDERS, check_parts, read_three_folders
 from octavo.models.custom.register import REPLACED_FAMILIES, may_name_code
@@ -92,6 +94,11 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             f"{folder}/config.json requires Python code from the folder (auto_map), which Octavo does not run. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
         )
+    if "configuration_files" in raw:  # transformers would read another file, which nothing here has checked
+        raise ModelError(
+            f"{folder}/config.json names other files with the configuration (configuration_files), which Octavo does "
+            "not read. Copy the file for your version of transformers to config.json."
+        )
     if not is_known_family(raw):
         named, version = raw.get("model_type"), transformers.__version__
         what = f"model_type {named!r:.80}, which transformers {version} does not know" if named else "no model_type"
@@ -106,7 +113,7 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             config: PreTrainedConfig = mpt.read(folder, raw)
         else:
             with open_plain(folder) as plain:
-                config = AutoConfig.from_pretrained(plain, local_files_only=True, trust_remote_code=False)
+                config = deepcopy(_parsed(plain, read_bytes(folder / "config.json", ModelError)))
         config.name_or_path = str(folder)
     if hasattr(config, "auto_map"):  # otherwise transformers would look for the code
         del config.auto_map
@@ -115,6 +122,17 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             if hasattr(part, key):
                 delattr(part, key)
     return config
+
+
+@lru_cache(maxsize=8)
+def _parsed(plain: Path, content: bytes) -> PreTrainedConfig:
+    """Return transformers' configuration of a folder, which callers must copy before they change it.
+
+    A command asks for it up to eight times, and transformers takes about 10 ms each time. `content`, the bytes of
+    config.json, is only the key of the cache: a file that was changed is parsed again. For an encrypted folder, `plain`
+    is a temporary folder, so its configuration is parsed each time, with the key.
+    """
+    return cast(PreTrainedConfig, AutoConfig.from_pretrained(plain, local_files_only=True, trust_remote_code=False))
 
 
 def _check_dtypes(file: Path) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from octavo.base.plural import count_noun
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.evidence import claims
 from octavo.report.evidence.claims import Interval
@@ -143,7 +144,7 @@ def check_same_prompts(run: str, record: RunRecord, reference: RunRecord) -> Che
         sentence = "the runs recorded no completions of the same step; set rl.show"
         return Check(name, title, run, None, "not recorded", threshold, WARN, sentence)
     if differ := sorted(step for step in shared_steps if prompts[step] != reference_prompts[step]):
-        sentence = f"{len(differ)} steps had different prompts from high precision, first {differ[0]}"
+        sentence = f"{count_noun(len(differ), 'step')} had different prompts from high precision, first {differ[0]}"
         return Check(name, title, run, float(len(differ)), f"{len(differ)} differ", threshold, FAIL, sentence)
     sentence = f"the recorded prompts of all {len(shared_steps)} steps are the same as in high precision"
     return Check(name, title, run, 0.0, "0 differ", threshold, PASS, sentence)

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from octavo.base.plural import count_noun
+
 PASS, WARN, UNDECIDED, FAIL = "pass", "warn", "undecided", "fail"
 UNTRIED = "untried"  # a claim that was not tested, with instructions for testing it; it does not count
 REPORTED = "reported"  # a figure with its interval and no margin: it does not count either
@@ -216,7 +218,7 @@ def check_skipped(run: str, skipped: Sequence[int], steps: int, planned: int, ov
         return Check(name, title, run, float(len(skipped)), shown, threshold, FAIL, sentence)
     if skipped:
         first = ", ".join(map(str, skipped[:5])) + (" ..." if len(skipped) > 5 else "")
-        sentence = f"loss or gradient was not finite in {len(skipped)} steps, which were skipped: {first}"
+        sentence = f"{count_noun(len(skipped), 'step')} skipped, where loss or gradient was not finite: {first}"
         status = WARN if len(skipped) <= SKIPPED_WARN * steps else FAIL
         return Check(name, title, run, float(len(skipped)), shown, threshold, status, sentence)
     but = f" except {len(overflowed)}, whose gradients overflowed FP16 until the loss scale fell" if overflowed else ""
@@ -235,7 +237,7 @@ def check_recorded(run: str, steps: np.ndarray, every: int, planned: int) -> Che
     if missing.size:
         first = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
         sentence = (
-            f"metrics.jsonl is missing {len(missing)} steps ({first}): the file was truncated; "
+            f"metrics.jsonl is missing {count_noun(len(missing), 'step')} ({first}): the file was truncated; "
             "train the run again with --fresh"
         )
         return Check(name, title, run, float(len(missing)), shown, threshold, FAIL, sentence)
@@ -265,7 +267,8 @@ def check_same_data(run: str, tokens: np.ndarray, reference: np.ndarray) -> Chec
         return Check(name, title, run, None, "not recorded", threshold, WARN, "the runs recorded no token counts")
     if differ.size:
         sentence = (
-            f"{differ.size} steps read a different number of tokens from high precision; the runs cannot be compared"
+            f"{count_noun(differ.size, 'step')} read a different number of tokens from high precision; the runs cannot "
+            "be compared"
         )
         return Check(name, title, run, float(differ.size), f"{differ.size} differ", threshold, FAIL, sentence)
     sentence = f"all {int(known.sum())} steps read the same number of tokens as high precision"

@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib
 
 from octavo.base import atomic_write
+from octavo.base.plural import count_noun
 from octavo.config import to_yaml
 from octavo.report.evidence.claims import mean_gap
 from octavo.report.evidence.run_reader import ROLES, ReportError, layer_health, read_json_file
@@ -185,7 +186,7 @@ def _tiles(run: History, proof: Mapping[str, Any], status: str) -> list[dict[str
     steps_left = run.cfg.train.total_steps - run.step
     left = steps_left * (run.figures["seconds"].median if "seconds" in run.figures else math.nan)
     if status == "running" and math.isfinite(left) and left:
-        tiles.append({"figure": _duration(left), "word": f"remaining, for {steps_left} steps"})
+        tiles.append({"figure": _duration(left), "word": f"remaining, for {count_noun(steps_left, 'step')}"})
     return tiles
 
 

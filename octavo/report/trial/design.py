@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.base.plural import count_noun
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.evidence import claims, factorial, rl_claims
@@ -149,8 +150,8 @@ def _why_no_forks(planned: Sequence[Run], fresh: bool) -> str:
     steps = fork.cfg.train.total_steps
     if steps - fork.begins < MIN_FORK_STEPS:
         return (
-            f"forks of {steps - fork.begins} steps cannot diverge, at least {MIN_FORK_STEPS} steps are needed: set "
-            f"train.steps of at least {3 * MIN_FORK_STEPS}"
+            f"forks of {count_noun(steps - fork.begins, 'step')} cannot diverge, at least {MIN_FORK_STEPS} are needed: "
+            f"set train.steps of at least {3 * MIN_FORK_STEPS}"
         )
     if fresh:
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.base.plural import count_noun
 from octavo.config import Config
 from octavo.rl.objectives.registry import PREFERENCES
 from octavo.rl.phases.preference_phase import settings
@@ -40,17 +41,17 @@ def describe_step(cfg: Config, ranks: int = 1) -> list[str]:
     if cfg.train.phase not in ("rl", "preference"):
         return []
     reference = reference_kind(cfg)
-    parts = f"in {_count(count_micro_steps(cfg, ranks), 'micro-batch', 'es')} of {cfg.train.micro_batch}"
+    parts = f"in {count_noun(count_micro_steps(cfg, ranks), 'micro-batch')} of {cfg.train.micro_batch}"
     parts += f" on each of {ranks} ranks" if ranks > 1 else ""
     if cfg.train.phase == "rl":
         chosen = Settings.of(cfg)
         rl = chosen.section
         rewards = ", ".join(entry.name or entry.reward for entry in rl.rewards)
         lines = [
-            f"each step: {_count(rl.prompts, 'prompt')} x {rl.group} completions of up to {rl.max_new_tokens} tokens, "
-            f"rewarded by {rewards}; {_count(chosen.updates, 'update')} by {rl.algorithm}, each of "
+            f"each step: {count_noun(rl.prompts, 'prompt')} x {rl.group} completions of up to {rl.max_new_tokens} "
+            f"tokens, rewarded by {rewards}; {count_noun(chosen.updates, 'update')} by {rl.algorithm}, each of "
             f"{samples_per_step(cfg)} completions {parts}"
-            + (", each completion used " + _count(rl.epochs, "time") if rl.epochs > 1 else "")
+            + (", each completion used " + count_noun(rl.epochs, "time") if rl.epochs > 1 else "")
             + (", generated with the weights before the last update" if rl.stale else "")
         ]
         why = f"none, because the KL weight is 0 (rl.kl, or the default of {rl.algorithm})"
@@ -65,7 +66,3 @@ def describe_step(cfg: Config, ranks: int = 1) -> list[str]:
     if critic.is_enabled(cfg):
         lines.append(f"critic: {_CRITICS[cfg.lora is not None]}")
     return [*lines, f"reference: {_REFERENCES[reference] if reference else why}"]
-
-
-def _count(n: int, what: str, many: str = "s") -> str:
-    return f"{n} {what}{many if n != 1 else ''}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import checkpoint, parallel
 from octavo.base import hub
+from octavo.base.plural import count_noun
 from octavo.base.safe_read import replace_nonfinite
 from octavo.config import Config
 from octavo.models.structure.fp8_twin import resolve_twin
@@ -131,7 +132,8 @@ def _run(
     with RunLock() as lock:
         start = run_dir.enter(cfg, world, display.log, lock, fingerprints)
         if start.result is not None:
-            display.log(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
+            steps = count_noun(start.result["steps"], "step")
+            display.log(f"{start.directory} has finished already ({steps}); nothing to do")
             result = RunResult(**{**start.result, "dir": start.directory})
         else:
             gc_context = gc_settings(cfg.train.gc) if cfg.train.gc is not None else nullcontext()

@@ -235,12 +235,24 @@ def _elsewhere(archs: Sequence[int], first: bool, only: str, jobs: int) -> list[
     return rows
 
 
+class _WithoutDocstrings(ast.NodeTransformer):
+    """Drops strings that are statements."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        return None if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else node
+
+
+def code_of(text: str) -> str:
+    """A file of Python without its comments and docstrings, and in one layout."""
+    return ast.unparse(_WithoutDocstrings().visit(ast.parse(text)))
+
+
 def source() -> str:
-    """A digest of what a report is made of: the kernels, their forms, and how they are compiled; comments aside."""
+    """A digest of what a report is made of: the kernels, their forms, and how they are compiled, all as `code_of`."""
     kernels = (_ROOT / "octavo" / "fp8" / "kernels" / "triton_kernels").glob("*.py")
     here = Path(__file__).parent
     files = [*kernels, *here.glob("forms/*.py"), here / "aot.py", here / "sass.py"]
-    texts = {str(file.relative_to(_ROOT)): ast.unparse(ast.parse(file.read_text(encoding="utf-8"))) for file in files}
+    texts = {str(file.relative_to(_ROOT)): code_of(file.read_text(encoding="utf-8")) for file in files}
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
 
 

@@ -41,6 +41,14 @@ def test_first_option_compiles_one_form_per_kernel() -> None:
     assert only and all("swiglu" in name for name in only)
 
 
+def test_digest_of_sources_ignores_descriptions() -> None:
+    """Otherwise a docstring in other words would make the stored reports stale, an hour of compiling."""
+    code = 'def f(x):\n    """Doubles."""\n    return x * 2  # twice\n'
+    assert aot.code_of(code) == aot.code_of('"""A file."""\n\ndef f(x):\n    return (x * 2)\n')
+    assert aot.code_of(code) != aot.code_of(code.replace("x * 2", "x * 3"))
+    assert aot.code_of('def f():\n    "nothing"') == "def f():"  # read only as text
+
+
 KEPT = Path(__file__).parents[3] / "benchmarks" / "results"
 
 

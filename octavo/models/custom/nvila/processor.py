@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import BatchFeature, PreTrainedConfig, ProcessorMixin
 
+from octavo.base.plural import count_noun
 from octavo.models.custom.nvila.configuration import NvilaLiteConfig
 from octavo.models.custom.nvila.images import NvilaImages
 from octavo.models.custom.nvila.three_folders import IMAGE, MEDIA
@@ -75,7 +76,7 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
         texts = [text] if isinstance(text, str) else list(text or ())
         images = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
         if (places := sum(one.count(PLACEHOLDER) for one in texts)) != len(images):
-            raise ValueError(f"the text has {places} placeholders for {len(images)} images")
+            raise ValueError(f"the text has {count_noun(places, 'placeholder')} for {count_noun(len(images), 'image')}")
         inputs: dict[str, Any] = {}
         grids: list[tuple[int, int, int]] = []
         if images:
