@@ -153,27 +153,35 @@ LAYERS: dict[str, tuple[list[str], list[str]]] = {
 
 def forks(home: Path) -> Iterator[Unit]:
     cfg, short = config(STEPS), config(SHORT)
-    # All seeds of the goal, then one seed of everything else, then the rest.
+    # Three seeds of the goal, then one seed of everything, then the other seeds.
+    for seed in range(3):
+        yield from goal_forks(home, cfg, seed)
     for seed in range(SEEDS):
-        yield fork(home, f"high-seed-{seed}", cfg, seed)
-        yield fork(home, f"{folder_name(GOAL)}-seed-{seed}", cfg, seed, SETTINGS[GOAL])
-    for seed in range(2):
         yield fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,))
         yield from recipe_forks(home, cfg, seed)
-        yield from part_forks(home, short, seed)
+        if seed < 2:
+            yield from part_forks(home, short, seed)
         yield from lora(home, seed)
         yield fork(home, f"{folder_name(HALF)}-seed-{seed}", cfg, seed, SETTINGS[HALF])
-        yield fork(home, f"torchao-seed-{seed}", cfg, seed, (), ("smollm2_equal", "plant_torchao", "tensorwise"))
-        yield from pair(home, "instructions", config(STEPS, LR, "instructions"), seed)
+        if seed < 2:
+            yield fork(home, f"torchao-seed-{seed}", cfg, seed, (), ("smollm2_equal", "plant_torchao", "tensorwise"))
+            yield from pair(home, "instructions", config(STEPS, LR, "instructions"), seed)
+        if seed == 0:
+            yield from other_settings(home)
+            yield from goal_forks(home, cfg, 3)
+
+
+def goal_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
+    yield fork(home, f"high-seed-{seed}", cfg, seed)
+    yield fork(home, f"{folder_name(GOAL)}-seed-{seed}", cfg, seed, SETTINGS[GOAL])
+
+
+def other_settings(home: Path) -> Iterator[Unit]:
+    """A smaller learning rate, and more steps."""
     yield from pair(home, "slow", config(STEPS, "2e-5"), 0)
     long = config(LONG)
     yield from pair(home, "long", long, 0)
     yield fork(home, "long-rowwise-seed-0", long, 0, ("fp8.recipe=rowwise",))
-    for seed in range(2, SEEDS):
-        yield fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,))
-        yield from lora(home, seed)
-        yield from recipe_forks(home, cfg, seed)
-        yield fork(home, f"{folder_name(HALF)}-seed-{seed}", cfg, seed, SETTINGS[HALF])
 
 
 def recipe_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
