@@ -11,6 +11,9 @@ from torch import nn
 from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.headers import FileTensor
 
+#: model_type of the families of which tests/server loads folders in vLLM
+LOADED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -37,9 +40,14 @@ class Contents:
 
     @cached_property
     def dense_text(self) -> bool:
-        """Whether the model is a text-only decoder without experts: the kind that was loaded in vLLM."""
+        """Whether the model is a text-only decoder without experts: the kind for which vLLM's rules are known."""
         towers = any(key in self.raw for key in ("vision_config", "audio_config", "text_config"))
         return not towers and not any(layer.expert for layer in self.stock.linears.values())
+
+    @property
+    def loaded_in_vllm(self) -> bool:
+        """Whether folders of this family were loaded in vLLM, good ones and damaged ones."""
+        return self.dense_text and self.raw.get("model_type") in LOADED_FAMILIES
 
     @cached_property
     def embedding(self) -> str | None:
