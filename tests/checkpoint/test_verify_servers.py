@@ -16,7 +16,7 @@ from octavo.checkpoint.verify.servers import layout, loading
 from octavo.checkpoint.verify.servers.loading import _fits_grid
 from octavo.models.tiny import tiny
 from tests.checkpoint import server_cases
-from tests.checkpoint.server_folders import FORMS, OK, REFUSES, WRONG, Case, ragged, write
+from tests.checkpoint.server_folders import FORMS, NORM, OK, REFUSES, WRONG, Case, both, drop, ragged, settings, write
 
 #: the folders for which the column was wrong before its rules were taken from vLLM's loader, and their neighbours
 QUICK = (
@@ -129,3 +129,13 @@ def test_scales_of_ragged_fused_layers_are_refused_or_misplaced() -> None:
         return tuple(Linear("x", "x", (n, 128), ("Linear",)) for n in rows)
 
     assert _fits_grid(parts(576, 192, 192), 128) and not _fits_grid(parts(320, 320), 128)
+
+
+def test_classes_that_were_not_loaded_have_another_source(tmp_path: Path, tokenizer: Path) -> None:
+    """vLLM's rules are predicted for another text model, too, and decide the exit code; they were read."""
+    other = both(drop(NORM), settings(model_type="olmo2", architectures=["Olmo2ForCausalLM"]))
+    for name, change in (("loaded", drop(NORM)), ("other", other)):
+        verified = verify(write(Case("bf16", REFUSES, change), tmp_path / name, tokenizer))
+        (verdict,) = [verdict for verdict in verified.verdicts if verdict.loader == "vLLM"]
+        assert verdict.verdict == REFUSES and not verified.ok
+        assert verdict.source.startswith("loaded in" if name == "loaded" else "read in its source")
