@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from octavo.checkpoint.verify.servers.contents import LOADED_CLASSES
 from tests.checkpoint.folders import block_of
 from tests.checkpoint.server_folders import (
     DOWN,
@@ -28,6 +29,7 @@ from tests.checkpoint.server_folders import (
     WRONG,
     Case,
     Change,
+    Config,
     K,
     O,
     Q,
@@ -47,6 +49,7 @@ from tests.checkpoint.server_folders import (
     rewrite,
     settings,
     stray,
+    unlink,
     zero_in_later_shard,
 )
 
@@ -82,6 +85,36 @@ def _byte(value: int) -> Change:
 
 def _zero_copy(folder_file: str) -> object:
     return stray(DOWN, torch.zeros(HIDDEN, INNER, dtype=torch.bfloat16), folder_file)
+
+
+def _fuse(name: str, *parts: str) -> Change:
+    """One tensor under the name of the fused matrix instead of its parts."""
+
+    def change(weights: dict[str, torch.Tensor], _: object) -> None:
+        parent = parts[0].rpartition(".")[0].rpartition(".")[0]
+        weights[f"{parent}.{name}.weight"] = torch.cat([weights.pop(part) for part in parts])
+
+    return change
+
+
+def _times_32_in_e5m2(codes: torch.Tensor) -> torch.Tensor:
+    """Codes up to 14336, which E5M2 has and E4M3 does not."""
+    return (codes.float() * 32).to(torch.float8_e5m2)
+
+
+def _drop_structure(block: Config) -> None:
+    del block["config_groups"]["group_0"]["weights"]["block_structure"]
+
+
+def _make_static(block: Config) -> None:
+    block["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
+
+
+def _rename_format(block: Config) -> None:
+    block["format"] = block["config_groups"]["group_0"]["format"] = "foo"
+
+
+_NO_GROUPS = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "float-quantized", "ignore": []}
 
 
 MISSING = {
@@ -132,6 +165,12 @@ UNEXPECTED = {
     "dyn-kv-scales-no-scheme": Case("dyn", OK, _kv("{k}_scale")),
     "block-kv-scales": Case("block", OK, _kv("{k}_scale")),
     "block-kv-scale-in-proj": Case("block", OK, _kv("{k}_proj.{k}_scale")),
+    "dyn-kv-scale-in-proj": Case("dyn", OK, _kv("{k}_proj.{k}_scale")),
+    "dyn-kv-output-scale": Case("dyn", REFUSES, _kv("{k}_proj.output_scale")),
+    "dyn-kv-scale-of-two": Case("dyn", REFUSES, add(f"{LAYER}self_attn.k_scale", torch.ones(2))),
+    "bf16-extra-fused-qkv": Case("bf16", OK, _fuse("qkv_proj", Q, K, V)),
+    "bf16-extra-fused-gate-up": Case("bf16", OK, _fuse("gate_up_proj", GATE, UP)),
+    "bf16-extra-fused-short": Case("bf16", REFUSES, _fuse("qkv_proj", Q, K)),
 }
 
 SHAPES = {
@@ -161,6 +200,8 @@ DTYPES = {
     "dyn-scales-i32": Case("dyn", WRONG, edit_all("_scale", lambda t: t.int())),
     "dyn-codes-u8": Case("dyn", WRONG, edit(DOWN, lambda t: t.view(torch.uint8))),
     "dyn-codes-f32": Case("dyn", OK, edit(DOWN, lambda t: t.float())),
+    "dyn-codes-e5m2": Case("dyn", OK, edit(DOWN, lambda t: t.float().to(torch.float8_e5m2))),
+    "dyn-codes-e5m2-large": Case("dyn", WRONG, both(edit(DOWN, _times_32_in_e5m2), edit(DOWN_SCALE, lambda t: t / 32))),
     "dyn-embed-fp8": Case("dyn", REFUSES, in_fp8(EMBED)),
     "dyn-embed-fp8-noscale": Case("dyn", WRONG, in_fp8(EMBED, scale=False)),
     "dyn-norm-fp8": Case("dyn", WRONG, edit(NORM, lambda t: t.to(torch.float8_e4m3fn))),
@@ -201,6 +242,15 @@ LISTS = {
     "dyn-target-none": Case(
         "dyn", REFUSES, q(lambda block: block["config_groups"]["group_0"].update(targets=["re:.*x$"]))
     ),
+    "dyn-head-target": Case(
+        "dyn",
+        OK,
+        both(
+            in_fp8(HEAD),
+            q(lambda block: block.update(ignore=[])),
+            q(lambda block: block["config_groups"]["group_0"].update(targets=["Linear", "lm_head"])),
+        ),
+    ),
 }
 
 CONFIGS = {
@@ -216,6 +266,16 @@ CONFIGS = {
     "block-scheme-none": Case("block", REFUSES, q(lambda block: block.pop("activation_scheme"))),
     "block-size-null": Case("block", REFUSES, q(lambda block: block.update(weight_block_size=None))),
     "block-as-ct": Case("block", REFUSES, settings(quantization_config=block_of("ct-block", ["lm_head"]))),
+    "block-size-of-three": Case("block", REFUSES, q(lambda block: block.update(weight_block_size=[128, 128, 1]))),
+    "ctblock-no-structure": Case("ctblock", REFUSES, q(_drop_structure)),
+    "ctblock-static": Case("ctblock", REFUSES, q(_make_static)),
+    "auto-scheme-unknown": Case("auto", REFUSES, q(lambda block: block.update(activation_scheme="foo"))),
+    "dyn-format-unknown": Case("dyn", REFUSES, q(_rename_format)),
+    "dyn-asymmetric": Case("dyn", REFUSES, group(symmetric=False)),
+    "dyn-strategy-group": Case("dyn", REFUSES, group(strategy="group", group_size=128)),
+    "dyn-ignore-word": Case("dyn", REFUSES, q(lambda block: block.update(ignore=3))),
+    "bf16-block-empty": Case("bf16", OK, settings(quantization_config={})),
+    "bf16-groups-none": Case("bf16", OK, settings(quantization_config=_NO_GROUPS)),
     "auto-static": Case("auto", WRONG, q(lambda block: block.update(activation_scheme="static"))),
     "autostatic-dynamic": Case("autostatic", REFUSES, q(lambda block: block.update(activation_scheme="dynamic"))),
     "bf16-tie-yes": Case("bf16", OK, settings(tie_word_embeddings=True)),
@@ -229,12 +289,15 @@ FILES = {
     "bf16-stray-single": Case("bf16", REFUSES, after=stray("stray.weight", torch.ones(2, 2))),
     "bf16-stray-copy": Case("bf16", WRONG, after=_zero_copy("stray.safetensors")),
     "bf16-stray-copy-before": Case("bf16", OK, after=_zero_copy("a.safetensors")),
+    "bf16-stray-consolidated": Case("bf16", REFUSES, after=_zero_copy("consolidated.safetensors")),
     "bf16-shards-no-index": Case("bf16", OK, after=lambda folder: (folder / INDEX).unlink(), shards=2),
     "dyn-shard-missing": Case("dyn", REFUSES, after=lambda folder: max(folder.glob("model-*")).unlink(), shards=2),
     "dyn-index-entry-lost": Case("dyn", OK, after=edit_index(lambda places: places.pop(DOWN)), shards=2),
     "bf16-index-ghost": Case(
         "bf16", OK, after=edit_index(lambda places: places.update(foo="model-00001-of-00002.safetensors")), shards=2
     ),
+    "bf16-no-tokenizer": Case("bf16", REFUSES, after=unlink("tokenizer.json", "tokenizer_config.json")),
+    "bf16-half-tokenizer": Case("bf16", REFUSES, after=unlink("tokenizer.json")),
     "bf16-duplicate": Case("bf16", WRONG, after=zero_in_later_shard, shards=2),
     "bf16-truncated": Case("bf16", REFUSES, after=rewrite(lambda raw: raw[:-1000])),
     "bf16-header": Case("bf16", REFUSES, after=rewrite(lambda raw: raw[:8] + b"oops" + raw[12:])),
@@ -250,7 +313,20 @@ VALUES = {
     "bf16-nan": Case("bf16", WRONG, edit(DOWN, lambda t: t * float("nan"))),
 }
 
-CASES = {**MISSING, **UNEXPECTED, **SHAPES, **DTYPES, **LISTS, **CONFIGS, **FILES, **VALUES}
+FAMILIES = {
+    f"{name}@{family}": Case(f"{form}@{family}", outcome, change)
+    for family in sorted(name.removesuffix("ForCausalLM").lower() for name in LOADED_CLASSES)
+    if family != "llama"
+    for name, form, outcome, change in (
+        ("dyn-good", "dyn", OK, None),
+        ("bf16-no-norm1", "bf16", REFUSES, drop(NORM)),
+        ("bf16-no-down", "bf16", WRONG, drop(DOWN)),
+        ("dyn-no-norm1", "dyn", WRONG, drop(NORM)),
+        ("dyn-extra-module", "dyn", REFUSES, add(f"{LAYER}foo.weight")),
+    )
+}
+
+CASES = {**MISSING, **UNEXPECTED, **SHAPES, **DTYPES, **LISTS, **CONFIGS, **FILES, **VALUES, **FAMILIES}
 
 #: loaded in vLLM, not compared with a folder that is known to be right
 WITHOUT_REFERENCE = ("dyn-qkv-bf16-re", "dyn-qkv-bf16-fusedname")

@@ -99,8 +99,21 @@ def quantize(weights: Weights, form: str, only: tuple[str, ...] = ("_proj",)) ->
     return out
 
 
+def _to_family(family: str, weights: Weights, raw: Config) -> None:
+    """Add what another family has: biases of q, k and v (Qwen2), norms of each head (Qwen3), nothing (Mistral)."""
+    raw |= {"model_type": family, "architectures": [f"{family.title()}ForCausalLM"]}
+    for i in range(LAYERS):
+        attention = f"model.layers.{i}.self_attn"
+        if family == "qwen2":
+            sizes = {"q": HIDDEN, "k": KEYS, "v": KEYS}
+            weights |= {f"{attention}.{p}_proj.bias": torch.full((n,), 0.1).bfloat16() for p, n in sizes.items()}
+        if family == "qwen3":
+            weights |= {f"{attention}.{p}_norm.weight": torch.full((64,), 1.25).bfloat16() for p in "qk"}
+
+
 def base(name: str) -> tuple[Weights, Config]:
-    """The tensors and config.json of a good folder."""
+    """The tensors and config.json of a good folder: of a Llama, or of another family ("dyn@qwen2")."""
+    name, _, family = name.partition("@")
     kind = name.removesuffix("_tied")
     weights, raw = dict(plain()), config(tie_word_embeddings=kind != name)
     if kind != name:
@@ -124,6 +137,8 @@ def base(name: str) -> tuple[Weights, Config]:
             raw["quantization_config"]["config_groups"]["group_0"]["input_activations"] |= static
         else:
             raw["quantization_config"]["activation_scheme"] = "static"
+    if family:
+        _to_family(family, weights, raw)
     return weights, raw
 
 
@@ -215,18 +230,18 @@ def in_fp8(name: str, form: str = "ct-row", scale: bool = True) -> Change:
     return change
 
 
-def ragged(form: str, *only: str) -> Change:
-    """Inner size 320, and the named layers in blocks of 128."""
+def ragged(form: str, *only: str, inner: int = 320) -> Change:
+    """Another inner size, and the named layers in blocks of 128."""
 
     def change(weights: Weights, raw: Config) -> None:
         weights.clear()
-        weights.update(quantize(plain(320), form, only))
+        weights.update(quantize(plain(inner), form, only))
         high = [
             n.removesuffix(".weight")
             for n, t in weights.items()
             if n.endswith("_proj.weight") and t.dtype is torch.bfloat16
         ]
-        raw.update(intermediate_size=320, quantization_config=block_of(form, ["lm_head", *high]))
+        raw.update(intermediate_size=inner, quantization_config=block_of(form, ["lm_head", *high]))
 
     return change
 
@@ -242,6 +257,10 @@ def edit_index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], o
 
 def stray(name: str, tensor: Tensor, file: str = "stray.safetensors") -> Callable[[Path], object]:
     return lambda folder: save_file({name: tensor}, folder / file, {"format": "pt"})
+
+
+def unlink(*names: str) -> Callable[[Path], object]:
+    return lambda folder: [(folder / name).unlink() for name in names]
 
 
 def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:

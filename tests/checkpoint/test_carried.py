@@ -50,6 +50,7 @@ def test_exports_copy_them(source: Path, tmp_path: Path, format: str) -> None:
     # vLLM refuses names that the class does not have, as it does in the source.
     assert {finding.tensor for finding in verified.failures} == set(surplus.tensors())
     assert {finding.kind for finding in verified.failures} == {"extra"}
+    assert not [finding for finding in verified.warnings if finding.kind == "skip-nothing"]
     if format == "bf16":
         return
     quantization = read_quantization(tmp_path / "out")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo import models
 from octavo.checkpoint import verify
@@ -211,3 +212,31 @@ def test_failing_template_is_reported(good: Good) -> None:
     processor.tokenizer.chat_template = "{{ raise_exception('only two') }}"
     with pytest.raises(ModelError, match="chat template .*only two"):
         chat.render(processor, question)
+
+
+def test_tokenizer_of_a_larger_model_fails_at_the_first_prompt(good: Good, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(good("plain"), tmp_path / "model"))
+    folders.edit_json(folder / "config.json", lambda raw: raw.update(vocab_size=256))
+    for shard in folder.glob("model-*.safetensors"):
+        cut = {n: t[:256].clone() if t.shape[0] == 512 else t for n, t in load_file(shard).items()}
+        save_file(cut, shard, {"format": "pt"})
+    verified = verify(folder)
+    assert "foreign-tokenizer" in {finding.kind for finding in verified.failures}
+    assert {verdict.verdict for verdict in verified.verdicts} == {"loads, wrong answers"}
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], return_tensors="pt", return_dict=True)
+    with pytest.raises(IndexError, match="index out of range"):
+        model(input_ids=prompt["input_ids"])
+
+
+def test_servers_do_not_start_without_a_tokenizer(good: Good, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(good("plain"), tmp_path / "model"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    verified = verify(folder)
+    assert verified.ok and "no-tokenizer" in {finding.kind for finding in verified.warnings}
+    assert {verdict.loader: verdict.verdict for verdict in verified.verdicts} == {
+        "transformers": "ok", "vLLM": "refuses", "SGLang": "refuses"
+    }  # fmt: skip
+    sources = {verdict.loader: verdict.source for verdict in verified.verdicts}
+    assert sources["vLLM"] == "loaded in vLLM 0.32 on a CPU"

@@ -122,6 +122,10 @@ class Server:
         """See `Driver.generate`."""
         return self._ask("generate", prompts=prompts, tokens=tokens)
 
+    def chat(self, question: str, tokens: int) -> list[int]:
+        """See `Driver.chat`."""
+        return self._ask("chat", question=question, tokens=tokens)
+
     def compare(self) -> dict[str, int]:
         """See `Driver.compare`."""
         return self._ask("compare")

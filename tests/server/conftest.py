@@ -47,11 +47,11 @@ class FourLayers:
             return folder
         if base.format:
             # damaged copies have no list of an export's files, and a good folder is compared with them
-            export_model(self.base("pad" if base.padded else "bf16"), folder, base.format)
+            export_model(self.base(base.plain), folder, base.format)
             (folder / "octavo_export.json").unlink()
             return folder
-        if base.padded:
-            return folders.pad(self.base("bf16"), folder)
+        if name in folders.PADDED:
+            return folders.pad(self.base("bf16"), folder, *folders.PADDED[name])
         return folders.cut(self.model, folder)
 
     def update(self, name: str) -> list[str]:
@@ -80,8 +80,7 @@ class FourLayers:
         """
         if damage.name in self._observed:
             return self._observed[damage.name]
-        bases = ("bf16", damage.base, *(("pad",) if folders.BASES[damage.base].padded else ()))
-        for name in bases:
+        for name in ("bf16", folders.BASES[damage.base].plain, damage.base):
             self.base(name)
         folder = folders.damaged(damage, self.folder, self.folder / damage.name)
         good = self.scores(damage.base)
@@ -105,5 +104,19 @@ def seen(server: Server) -> Iterator[dict[str, dict[str, Any]]]:
     versions = server.versions()
     yield results
     if path := os.environ.get(RESULTS):
-        settings = {"command": "make test-server OUT=FILE", "server": versions, "machine": record.describe_machine()}
-        record.save(settings | results, Path(path))
+        _write_record(Path(path), versions, results)
+
+
+def _write_record(path: Path, versions: dict[str, str], results: dict[str, dict[str, Any]]) -> None:
+    """Write what was seen. Rows that a record of the same versions has and that no test measured again are kept; each
+    row has the commit of its run."""
+    machine = record.describe_machine()
+    for rows in results.values():
+        for row in rows.values():
+            row["commit"] = machine["octavo"]["commit"]
+    if path.exists() and (old := record.load(path))["server"] == versions:
+        commit = old["machine"]["octavo"]["commit"]
+        for kind, rows in results.items():
+            kept = {name: {"commit": commit} | row for name, row in old[kind].items()}
+            results[kind] = kept | rows
+    record.save({"command": "make test-server OUT=FILE", "server": versions, "machine": machine} | results, path)

@@ -52,15 +52,15 @@ def cut(source: Path, folder: Path, layers: int = 4) -> Path:
     return write(folder, first, {**config, "num_hidden_layers": layers}, source)
 
 
-def pad(source: Path, folder: Path, hidden: int = 768) -> Path:
-    """SmolLM2 with `hidden` instead of 576 numbers, 12 instead of 9 query heads and 4 instead of 3 of keys and values.
+def pad(source: Path, folder: Path, hidden: int = 768, heads: tuple[int, int] = (12, 4)) -> Path:
+    """SmolLM2 with `hidden` instead of 576 numbers, and other numbers of heads (queries, keys) instead of 9 and 3.
 
     What is new is zero. RMSNorm divides by the root of a mean over more numbers, so its weights are multiplied by
     sqrt(576 / hidden), and its epsilon by 576 / hidden.
     """
     tensors, config = read(source)
-    ratio, heads = config["hidden_size"] / hidden, (hidden // 64, config["num_key_value_heads"] + 1)
-    sizes = {"q_proj": (hidden, hidden), "o_proj": (hidden, hidden), "down_proj": (hidden, None)}
+    ratio, queries = config["hidden_size"] / hidden, 64 * heads[0]
+    sizes = {"q_proj": (queries, hidden), "o_proj": (hidden, queries), "down_proj": (hidden, None)}
     sizes |= dict.fromkeys(("k_proj", "v_proj"), (64 * heads[1], hidden))
     sizes |= dict.fromkeys(("gate_proj", "up_proj", "embed_tokens"), (None, hidden))
     padded = {}
@@ -92,22 +92,26 @@ def blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Base:
-    """A good folder: what it is made from, in which format, and the kernel of the test that vLLM needs for it."""
+    """A good folder: the one in BF16 that it is made from, its format, and the kernel of the test that vLLM needs."""
 
     name: str
-    padded: bool = False
+    plain: str = "bf16"
     format: str = ""
     kernel: str = ""
 
 
+#: folders in BF16 with other sizes: hidden, and heads of queries and keys. "wide" keeps the rows of q, k and v, which
+#: are no multiples of 128, with inputs that are.
+PADDED = {"pad": (768, (12, 4)), "wide": (1152, (9, 3))}
 BASES = {
     base.name: base
     for base in (
         Base("bf16"),
-        Base("pad", padded=True),
+        Base("pad", plain="pad"),
+        Base("wide", plain="wide"),
         Base("dyn", format="fp8-dynamic"),
         Base("tensor", format="fp8-tensor", kernel="tensor"),
-        Base("block", padded=True, format="fp8-block", kernel="block"),
+        Base("block", plain="pad", format="fp8-block", kernel="block"),
     )
 }
 Change = Callable[[Tensors, Config, Tensors], tuple[Tensors, Config]]  # (tensors, config, BF16 tensors) of a copy
@@ -215,7 +219,8 @@ DAMAGES = (
     Damage("block-missing-scale", "block", _without(f"{DOWN}_scale_inv"), kernel="block"),
     Damage("block-down-ragged-n", "bf16", _in_blocks("down_proj"), kernel="block"),
     Damage("block-gateup-ragged-k", "bf16", _in_blocks("gate_proj", "up_proj", "down_proj"), kernel="block"),
-    Damage("block-qkv-ragged-n", "bf16", _in_blocks("_proj"), kernel="block"),
+    Damage("block-qkv-ragged-nk", "bf16", _in_blocks("_proj"), kernel="block"),
+    Damage("block-qkv-ragged-n", "wide", _in_blocks("q_proj", "k_proj", "v_proj"), kernel="block"),
 )
 
 
@@ -233,7 +238,7 @@ def right(damage: Damage, bases: Path, folder: Path) -> Path:
 
 def _write_change(damage: Damage, change: Change, bases: Path, folder: Path) -> Path:
     tensors, config = read(bases / damage.base)
-    bf16, _ = read(bases / ("pad" if BASES[damage.base].padded else "bf16"))
+    bf16, _ = read(bases / BASES[damage.base].plain)
     return write(folder, *change(tensors, config, bf16), companions=bases / damage.base)
 
 

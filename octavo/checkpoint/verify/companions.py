@@ -20,7 +20,7 @@ from octavo.base.model_families import trains_on
 from octavo.checkpoint.checksums import MARKER, is_changed, read_note, sha256
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
-from octavo.models.errors import ModelError
+from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder import chat
 from octavo.models.folder.folder import companions, read_companion
 from octavo.models.processors import stop_tokens
@@ -71,7 +71,7 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | N
     damaged = len(findings.items) > before
     tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
     if not tokenizer:
-        findings.warn("companions/tokenizer", folder=folder, files=", ".join(_TOKENIZERS[:2]))
+        findings.warn("no-tokenizer", folder=folder, files=", ".join(_TOKENIZERS[:2]))
     processor = any((folder / n).is_file() for n in ("preprocessor_config.json", "processor_config.json"))
     if not processor and any(key in raw for key in ("vision_config", "audio_config")):
         findings.warn("companions/processor", folder=folder)
@@ -108,7 +108,7 @@ def _names_template(folder: Path) -> bool:
 
 def _check_ids(loaded: Any, stock: StockModel | None, folder: Path, findings: Findings) -> None:
     """Report tokens without a row in the embeddings and letters without a token. Media tokens may have no row, because
-    some families do not look them up. Raises ModelError for such tokens that every conversation contains."""
+    some families do not look them up. Such tokens that every conversation contains are a failure."""
     embeddings = None if stock is None else stock.model.get_input_embeddings()
     if stock is None or embeddings is None:
         return
@@ -119,7 +119,10 @@ def _check_ids(loaded: Any, stock: StockModel | None, folder: Path, findings: Fi
     largest = max((number for number in tokenizer.get_vocab().values() if number not in without_row), default=-1)
     if largest >= rows:
         findings.warn("token-ids", "tokenizer.json", largest=largest, rows=rows)
-    check_vocabulary(loaded, rows, folder)
+    try:
+        check_vocabulary(loaded, rows, folder)
+    except ForeignTokenizerError as error:
+        findings.fail("foreign-tokenizer", "tokenizer.json", text=str(error))
     if letters := models.missing_letters(loaded, folder):
         findings.warn("letters", "tokenizer.json", count=len(letters), first=", ".join(letters[:12]))
 

@@ -27,14 +27,16 @@ VERDICTS = OK, GARBAGE, REFUSES = ("ok", "loads, wrong answers", "refuses")
 class Consequence(NamedTuple):
     """A loader's verdict and its reason.
 
-    run    True if the loader was run on such a folder, False if only its code was read
-    warns  True if the reason is a warning about a folder that is loaded well
+    run      True if the loader was run on such a folder, False if only its code was read
+    warns    True if the reason is a warning about a folder that is loaded well
+    decides  True if the prediction alone makes a folder fail: the loader's rules for this kind of model are known
     """
 
     verdict: str
     reason: str
     run: bool = False
     warns: bool = False
+    decides: bool = False
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,15 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     },
     "architectures": _servers(REFUSES, "the model's class is chosen by architectures"),
     "companion": _all(REFUSES, "a file of the tokenizer, the processor or the chat template cannot be read", True),
-    "template": _servers(REFUSES, "chat requests cannot be rendered as a prompt"),
+    "template": {
+        "vLLM": _does(WARNS, "it starts and refuses chat requests, which cannot be rendered as a prompt", True),
+        "SGLang": _does(REFUSES, "chat requests cannot be rendered as a prompt"),
+    },
+    "foreign-tokenizer": {
+        _HF: _does(GARBAGE, "the first prompt of the chat template raises an IndexError", True),
+        "vLLM": _does(GARBAGE, "it starts, and the first prompt of the chat template raises an IndexError", True),
+        "SGLang": _does(GARBAGE, "the tokens of the chat template have no row in the embedding"),
+    },
     "token-ids": _all(WARNS, "a token beyond the embeddings makes the forward fail"),
     "adapter-config": {_HF: _does(GARBAGE, "the base model of the adapter is loaded instead of this one")},
     "name": _all(WARNS, "a file's name contains control characters"),
@@ -103,7 +111,11 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "end-token-of-tokenizer": {
         _HF: _does(WARNS, "generation does not stop at the token that ends answers in the chat template")
     },
-    "companions": _servers(WARNS, "prompts cannot be built without tokenizer, template and processor"),
+    "companions": _servers(WARNS, "prompts cannot be built without template and processor"),
+    "no-tokenizer": {
+        "vLLM": _does(REFUSES, "it loads the tokenizer first, and there is none", True),
+        "SGLang": _does(REFUSES, "it loads the tokenizer, and there is none"),
+    },
     "missing": {
         _HF: _does(GARBAGE, "missing tensors are filled with random numbers, with a warning", True),
         **_servers(REFUSES, "a parameter gets no weights"),
@@ -194,7 +206,7 @@ SEEN: dict[str, Consequence] = {
 _GPU = {"transformers": " (method fp8: on a GPU)", "vLLM": "", "SGLang": ""}
 
 #: warnings that make one loader fail, although the folder is correct for the others or for Octavo
-_SURE = ("encrypted", "experts-apart", "of-sound", "autofp8")
+_SURE = ("encrypted", "experts-apart", "of-sound", "autofp8", "no-tokenizer")
 
 
 #: kinds of findings about tensors, whose consequences for servers `servers.predict` derives from their rules
@@ -234,11 +246,11 @@ _PREDICTED = (
 def check_predictions(predicted: Mapping[str, list[Consequence] | None], findings: Findings) -> None:
     """Report a folder that no other check fails, but that vLLM refuses or loads with wrong answers.
 
-    Only models count of whose kind vLLM was run on good folders.
+    Only models count for whose kind vLLM's rules are known: `Consequence.decides`.
     """
     accepted, *events = predicted.get("vLLM") or [Consequence(OK, "")]
     bad = [event for event in events if event.verdict != OK]
-    if accepted.run and bad and not any(finding.status == FAIL for finding in findings):
+    if accepted.decides and bad and not any(finding.status == FAIL for finding in findings):
         findings.fail("server", loader="vLLM", verdict=bad[0].verdict, reason=bad[0].reason)
 
 
@@ -257,6 +269,7 @@ def verdicts(
     for loader in LOADERS:
         events = predicted.get(loader)
         consequences = events[:1] if events else [_accepted(loader, q)]
+        loaded = loader == "transformers" or consequences[0].run  # whether folders of this kind were loaded at all
         for finding in findings:
             known_by_rules = finding.kind in _PREDICTED or (
                 finding.kind == "codes-as-values" and finding.tensor in with_scales
@@ -264,6 +277,7 @@ def verdicts(
             if events is not None and known_by_rules:
                 continue
             if consequence := _consequence(finding, loader):
+                consequence = consequence._replace(run=consequence.run and loaded)
                 is_warning = finding.status == WARN and finding.kind not in _SURE
                 consequences.append(consequence._replace(verdict=OK, warns=True) if is_warning else consequence)
         consequences += events[1:] if events else ()

@@ -91,8 +91,8 @@ SENTENCES: dict[str, str] = {
     "copy it from the model it was made from.",
     "companions/template": "{folder.name} has no chat template (chat_template.jinja): servers refuse chat requests; "
     "copy it from the model it was made from.",
-    "companions/tokenizer": "{folder.name} has no tokenizer ({files}): servers cannot start from it; copy the "
-    "tokenizer files of the model it was made from.",
+    "no-tokenizer": "{folder.name} has no tokenizer ({files}): servers cannot start from it; copy the tokenizer files "
+    "of the model it was made from.",
     # Scales, and where codes may be
     "scale-missing": "is FP8 and has no scales {right!r}: its codes cannot be decoded, and servers load it without a "
     "word; export it again, or copy the scales from the checkpoint that it came from.",

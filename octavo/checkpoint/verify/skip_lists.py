@@ -80,12 +80,18 @@ def is_listed_for(server: str, layer: Linear, q: SkipRules) -> bool:
 
 
 def check_skips(
-    known: Mapping[str, FileTensor], stock: StockModel, q: Quantization, listed: bool, findings: Findings
+    known: Mapping[str, FileTensor],
+    stock: StockModel,
+    q: Quantization,
+    listed: bool,
+    on_disk: Iterable[str],
+    findings: Findings,
 ) -> None:
     """Check each layer by each loader's rule, and report entries of the list that match nothing.
 
     Args:
         listed: True if config.json has a skip list.
+        on_disk: the names of all tensors; an entry may name one that the model does not load.
     """
     key = "modules_to_not_convert" if q.method == "fp8" else "ignore"
     moved = tuple(stock.to_module_prefix(name) for name in q.skipped)
@@ -110,7 +116,7 @@ def check_skips(
             findings.fail("skip-covers-fp8", file, name, **fields, culprit=_matching_entry(layer, q))
         else:
             findings.fail("skip-missing", file, name, **fields, dtype=tensor.dtype if tensor else "tied", layer=layer)
-    _check_entries(stock, q, key, findings)
+    _check_entries(stock, q, key, on_disk, findings)
 
 
 def _layers(known: Mapping[str, FileTensor], stock: StockModel) -> Iterable[tuple[str, Linear]]:
@@ -137,7 +143,8 @@ def _matching_entry(layer: Linear, q: Quantization) -> str:
     return ""
 
 
-def _check_entries(stock: StockModel, q: Quantization, key: str, findings: Findings) -> None:
+def _check_entries(stock: StockModel, q: Quantization, key: str, on_disk: Iterable[str], findings: Findings) -> None:
+    unloaded = [f"{name}." for name in on_disk if name not in stock.names]
     classes = {cls.__name__ for module in stock.model.modules() for cls in type(module).__mro__}
     for entry in q.skipped:
         known = {entry, f"model.{entry}", entry.removesuffix(".weight")}
@@ -145,6 +152,8 @@ def _check_entries(stock: StockModel, q: Quantization, key: str, findings: Findi
             continue
         rule = matches_target if q.method == "compressed-tensors" else matches_pattern
         if any(rule(name, (entry,)) for name in stock.names):
+            continue
+        if any(name.startswith(f"{entry}.") for name in unloaded):
             continue
         findings.warn("skip-nothing", "config.json", entry=entry, key=key)
 

@@ -168,7 +168,7 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
         check_fp8_places(inspected.known, stock, findings)
         check_audio_fp8(inspected.known, stock, findings)
         if inspected.q is not None and inspected.fp8:
-            check_skips(inspected.known, stock, inspected.q, _has_skip_list(block), findings)
+            check_skips(inspected.known, stock, inspected.q, _has_skip_list(block), headers.tensors, findings)
         check_blocks(inspected.known, stock, inspected.q, findings)
         _warn_separate_experts(inspected, findings)
     return inspected

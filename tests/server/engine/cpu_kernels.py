@@ -1,4 +1,4 @@
-"""What vLLM's build for CPUs lacks, in plain torch: an operation for one scale per tensor, a kernel for blocks.
+"""What vLLM's build for CPUs lacks, in plain torch: operations for one scale per tensor, a kernel for blocks.
 
 Used by `driver.py` for the folders that name a kernel, and removed again when the next folder is loaded. Names, shapes
 and loading stay vLLM's.
@@ -47,6 +47,12 @@ def scaled_fp8_quant(
     return codes, scale
 
 
+def silu_and_mul_quant(out: torch.Tensor, input: torch.Tensor, scale: torch.Tensor) -> None:
+    """Write silu(gate) * up in E4M3 with a static scale into out [M, I]; input [M, 2 I] is gate and up."""
+    gate, up = input.float().chunk(2, dim=-1)
+    out.copy_(scaled_fp8_quant(torch.nn.functional.silu(gate) * up, scale)[0])
+
+
 class DecodedBlocks(Fp8BlockScaledMMLinearKernel):
     """Decodes both operands and multiplies them in fp32. vLLM's own two kernels for CPUs need AMX tiles.
 
@@ -77,12 +83,15 @@ class DecodedBlocks(Fp8BlockScaledMMLinearKernel):
 
 @contextmanager
 def tensor() -> Iterator[None]:
-    """`scaled_fp8_quant` instead of the operation that the CPU build lacks (`_C::static_scaled_fp8_quant`)."""
+    """`scaled_fp8_quant` and `silu_and_mul_quant` instead of operations that the CPU build lacks
+    (`_C::static_scaled_fp8_quant`, `_C::silu_and_mul_quant`)."""
     original, ops.scaled_fp8_quant = ops.scaled_fp8_quant, scaled_fp8_quant
+    torch.ops._C.silu_and_mul_quant = silu_and_mul_quant
     try:
         yield
     finally:
         ops.scaled_fp8_quant = original
+        del torch.ops._C.silu_and_mul_quant
 
 
 @contextmanager

@@ -79,6 +79,12 @@ class Driver:
         sampling = SamplingParams(temperature=0, max_tokens=tokens)
         return [list(result.outputs[0].token_ids) for result in self._generate(prompts, sampling)]
 
+    def chat(self, question: str, tokens: int) -> list[int]:
+        """Greedy tokens of the answer to a question, with the folder's tokenizer and chat template."""
+        sampling = SamplingParams(temperature=0, max_tokens=tokens)
+        (result,) = self.engine.chat([{"role": "user", "content": question}], sampling, use_tqdm=False)
+        return list(result.outputs[0].token_ids)
+
     def _generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Any]:
         return self.engine.generate([{"prompt_token_ids": row} for row in prompts], sampling, use_tqdm=False)
 
@@ -149,7 +155,8 @@ def _sentence(error: BaseException) -> str:
 
 def main() -> None:
     driver, answers = Driver(), os.fdopen(int(sys.argv[1]), "w")
-    commands = {name: getattr(driver, name) for name in ("load", "score", "generate", "compare", "update", "versions")}
+    names = ("load", "score", "generate", "chat", "compare", "update", "versions")
+    commands = {name: getattr(driver, name) for name in names}
     print(json.dumps({"value": "ready"}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)

@@ -11,6 +11,9 @@ from torch import nn
 from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.headers import FileTensor
 
+#: classes of which tests/server loads folders in vLLM, which chooses its own class by `architectures`
+LOADED_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -37,9 +40,16 @@ class Contents:
 
     @cached_property
     def dense_text(self) -> bool:
-        """Whether the model is a text-only decoder without experts: the kind that was loaded in vLLM."""
+        """Whether the model is a text-only decoder without experts: the kind for which vLLM's rules are known."""
         towers = any(key in self.raw for key in ("vision_config", "audio_config", "text_config"))
         return not towers and not any(layer.expert for layer in self.stock.linears.values())
+
+    @property
+    def loaded_in_vllm(self) -> bool:
+        """Whether folders of this class were loaded in vLLM, good ones and damaged ones."""
+        classes = self.raw.get("architectures")
+        known = isinstance(classes, list) and bool(classes) and all(name in LOADED_CLASSES for name in classes)
+        return self.dense_text and known
 
     @cached_property
     def embedding(self) -> str | None:

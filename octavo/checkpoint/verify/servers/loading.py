@@ -97,7 +97,7 @@ def predict(contents: Contents, name: str) -> list[Consequence] | None:
         layout = read_layout(contents.block)
     except Refusal as refusal:
         loading.accept(None)
-        return [*loading.events, Consequence(REFUSES, str(refusal), loading.run)]
+        return [*loading.events, Consequence(REFUSES, str(refusal), loading.run, decides=loading.decides)]
     if layout is None and contents.block is not None:
         return None
     loading.accept(layout)
@@ -121,15 +121,19 @@ class _Loading:
         layers = [int(match[1]) for name in contents.stock.shapes if (match := _LAYER.search(name))]
         self._layers = max(layers, default=-1) + 1
         self._cut: dict[str, list[str]] = defaultdict(list)
-        self.run = server.name == "vLLM" and contents.dense_text
+        self.run = server.name == "vLLM" and contents.loaded_in_vllm
+        self.decides = server.name == "vLLM" and contents.dense_text
 
     def _add(self, verdict: str, reason: str, warns: bool = False, seen: bool = True) -> None:
         """Add an event; `seen`: vLLM was run on such a folder."""
-        self.events.append(Consequence(verdict, reason, self.run and seen, warns))
+        self.events.append(Consequence(verdict, reason, self.run and seen, warns, self.decides))
 
     def accept(self, layout: Layout | None) -> None:
         """Add the event of a folder without problems."""
-        self.run = self.run and not (layout and layout.weights_only)
+        if layout is not None and layout.weights_only:
+            self.run = self.decides = False
+        if layout is not None and layout.static and layout.method == "compressed-tensors":
+            self.run = False  # the CPU build lacks an operation (silu_and_mul_quant); AutoFP8's form needs none
         if layout is None or layout.kind == "none":
             self._add(OK, "names, shapes and dtypes are the model's")
         elif layout.block is not None:
@@ -274,13 +278,13 @@ class _Loading:
         if self.server.refuses_names:
             self._add(REFUSES, f"there is no parameter for {name!r}")
         elif layer is not None and int(layer[1]) >= self._layers:
-            self._add(GARBAGE, "layers beyond num_hidden_layers are left out, without a word")
+            self._add(GARBAGE, "layers beyond num_hidden_layers are left out, without a word", seen=False)
         elif any(
             parent.endswith(f".{part}") for parts in _FUSED_PARTS for part in parts
         ) and self.contents.module_exists(parent):
-            self._add(REFUSES, f"a fused matrix has no parameter for {name!r}")
+            self._add(REFUSES, f"a fused matrix has no parameter for {name!r}", seen=False)
         else:
-            self._add(OK, f"{name!r} is left out, with a warning", warns=True)
+            self._add(OK, f"{name!r} is left out, with a warning", warns=True, seen=False)
 
     def _cache_scale(self, name: str) -> None:
         if not self.server.refuses_names:
@@ -304,7 +308,7 @@ class _Loading:
         elif tensor.dtype in ("U8", "I8"):
             self._add(GARBAGE, f"codes of dtype {tensor.dtype} are copied as numbers: {name!r}")
         elif tensor.dtype == "F8_E5M2" and not self._all(tensor, lambda rows: rows.float().abs() <= E4M3.max):
-            self._add(GARBAGE, f"codes of {name!r} beyond 448 are cast to E4M3, which ends there", seen=False)
+            self._add(GARBAGE, f"codes of {name!r} beyond 448 are cast to E4M3, which ends there")
         elif not tensor.fp8 and not self._all(tensor, lambda rows: rows.to(E4M3.dtype).to(rows.dtype) == rows):
             self._add(GARBAGE, f"the values of {name!r} are cast to FP8 as they are, and multiplied by scales")
 
