@@ -87,11 +87,38 @@ def test_pairs_reject_the_answer_to_the_next_question_of_a_kind(tmp_path: Path) 
     assert (tmp_path / "pairs.train.jsonl").read_text() == (tmp_path / "pairs.eval.jsonl").read_text()
 
 
-def test_reward_is_the_overlap_of_words() -> None:
-    score = runpy.run_path(str(EXAMPLES / "rewards.py"))["word_overlap"]
-    wanted = "Return the sum."
-    answers = ["return THE sum", "Return the sum, the sum, the sum.", "sum", "", "No"]
-    assert score(answers, [wanted] * 5, file="x") == pytest.approx([1, 6 / 10, 2 / 4, 0, 0])
+def test_prompts_ask_once_about_each_function_with_a_short_name(tmp_path: Path) -> None:
+    script = runpy.run_path(str(EXAMPLES / "make_prompts.py"))
+    about = "What does the Python function `{}` of the module `{}` do?"
+    names = [("parse(source,\n mode='exec')", "ast"), ("dump(node)", "ast"), ("a_function_whose_name_is_long()", "ast")]
+    rows = [row(about.format(*name), "Parse it.") for name in [*names, names[0]]] + [row("Which is it?", "ast.parse")]
+    for part in ("train", "eval"):
+        (tmp_path / f"instructions.{part}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    script["main"](tmp_path)
+    prompts = [json.loads(line) for line in (tmp_path / "prompts.train.jsonl").read_text().splitlines()]
+    assert sorted(one["name"] for one in prompts) == ["ast.dump", "ast.parse"]
+    parse = next(one for one in prompts if one["name"] == "ast.parse")
+    assert parse["answer"] == "`ast.parse`: Parse it."
+    assert parse["prompt"][-1] == {"role": "user", "content": "What does `ast.parse` do?"}
+    again = script["make_prompts"]([*reversed(rows)])
+    assert [one["name"] for one in again] == [one["name"] for one in prompts], "the order of the rows does not matter"
+
+
+def test_reward_is_highest_for_a_name_and_a_verb() -> None:
+    score = runpy.run_path(str(EXAMPLES / "rewards.py"))["glossary"]
+    rewards = {
+        "`ast.parse` parses.": 1,
+        "ast.parse(source, mode) returns a tree": 1,
+        "`ast.parse` is a function": 1 / 2,
+        "`ast.parse`'s": 1 / 2,
+        "`ast.parse": 1 / 2,
+        "The `ast.parse()` takes": 1 / 2,
+        "The function `ast.parse` is": 1 / 6,
+        "The ast.parse_all parses": 0,
+        "My.ast.parse does, ast.parse does": 1 / 5,
+        "": 0,
+    }
+    assert score([*rewards], ["ast.parse"] * len(rewards), file="x") == pytest.approx([*rewards.values()])
 
 
 def short(path: Path) -> list[str]:
@@ -111,13 +138,13 @@ def test_an_example_trains_two_steps_of_the_model(path: Path, tmp_path: Path) ->
     model = require("real")
     data = model.with_name(f"{model.name}-data")
     name = Path(load_config(path).data.train[0].path).name
-    if name.startswith("pairs"):
-        pairs = tmp_path / "pairs"
-        pairs.mkdir()
+    if (script := EXAMPLES / f"make_{name.split('.')[0]}.py").exists():
+        made = tmp_path / "data"
+        made.mkdir()
         for part in ("train", "eval"):
-            (pairs / f"instructions.{part}.jsonl").symlink_to(data / f"instructions.{part}.jsonl")
-        runpy.run_path(str(EXAMPLES / "make_pairs.py"))["main"](pairs)
-        data = pairs
+            (made / f"instructions.{part}.jsonl").symlink_to(data / f"instructions.{part}.jsonl")
+        runpy.run_path(str(script))["main"](made)
+        data = made
     paths = [f"model.path={model}", f"data.train.0.path={data / name}", f"run.dir={tmp_path / 'run'}", "run.hf=false"]
     assert main(["train", str(path), *paths, *short(path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
