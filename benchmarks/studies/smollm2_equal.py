@@ -94,7 +94,7 @@ def noise(home: Path, name: str) -> Figures:
 
 def update(home: Path, name: str, size: float) -> Figures:
     """A recipe after every weight moved by `size` along the sign of its gradient: what a first update does that is too
-    small to matter in high precision. A weight that lies between two values of FP8 takes the one that it moves to."""
+    small to matter in high precision. A weight in the middle between two FP8 values takes the one that it moves to."""
     model, spec = _model(), fp8.recipe(name).fwd.b  # type: ignore[union-attr]
     ties = _ties(model, spec)
     fp8.apply(model, fp8.plan(model, name))

@@ -37,9 +37,8 @@ def summary(run: RunPlan, on_prediction: OnPrediction = lambda footprint: None) 
     be predicted, its line says why.
     """
     model, _ = planning.meta_model(run.cfg)
-    common_notes = {
-        *run.plan.notes, *planning.high_precision_notes(model), *planning.pretrained_notes(run.cfg, run.plan)
-    }  # fmt: skip
+    common_notes = {*run.plan.notes, *planning.high_precision_notes(model)}
+    common_notes |= {*planning.pretrained_notes(run.cfg, run.plan)}
     notes = [*run.plan.changes, *(note for note in run.notes if note not in common_notes)]
     plan = [*describe_plan(run.plan), *(f"note: {note}" for note in notes)]
     return [*_lines_with_plan(run, model, plan, on_prediction), "all layers and notes: octavo plan FILE, or --verbose"]
