@@ -16,6 +16,7 @@ from octavo.report.run.plots import PALETTE, STYLE
 def draw(result: Mapping[str, object], bar: float, path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         parts = [part for part in result["parts"] if part["gaps"]]
+        parts = parts if len(parts) > 1 else []  # the first is everything in FP8
         figure = Figure(figsize=(10 if parts else 6, 3.8), layout="constrained")
         axes = figure.subplots(1, 2 if parts else 1, squeeze=False)[0]
         _draw_growth(axes[0], result["growth"], bar)
@@ -26,7 +27,7 @@ def draw(result: Mapping[str, object], bar: float, path: Path) -> None:
 
 def _draw_growth(axes: Axes, growth: Mapping[str, object], bar: float) -> None:
     """The mean gap by step, and the range of the seeds."""
-    for number, (what, curve) in enumerate((what, curve) for what, curve in growth.items() if curve["steps"]):
+    for number, (what, curve) in enumerate((what, curve) for what, curve in growth.items() if len(curve["steps"]) > 1):
         middle = np.array([100 * np.mean(gaps) for gaps in curve["gaps"]])
         low, high = (np.array([100 * of(gaps) for gaps in curve["gaps"]]) for of in (min, max))
         color = PALETTE[f"fp8-{number % 4}"]
