@@ -129,7 +129,8 @@ def test_merge_into_codes_rejects_tiny_changes(family: str, coded: Folder, tmp_p
         merge_model(small, tmp_path / "refused", "fp8", device="cpu")
     done = merge_model(small, tmp_path / "auto", "auto", device="cpu", log=messages.append)
     assert done.exported.format == "bf16" and not done.merge_error.fp8_weights()
-    assert messages[-1].startswith("format bf16 instead: fp8-") and not (tmp_path / "refused").exists()
+    assert messages[-1].startswith("format bf16 instead: fp8-") and "--base high (or --base DIR)" in messages[-1]
+    assert not (tmp_path / "refused").exists()
 
     large = written(base, tmp_path / "large", std=1.0, targets=("q_proj", "**.layers.0.mlp"))
     for format in ("fp8", "auto"):

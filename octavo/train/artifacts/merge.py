@@ -159,7 +159,8 @@ def merge_model(
     except _AdapterLostError as error:
         if format != AUTO:
             raise
-        log(f"format bf16 instead: {error.sentence}")
+        other = "" if kind == "high" else "; --format fp8 --base high (or --base DIR) folds into high-precision weights"
+        log(f"format bf16 instead: {error.sentence}{other}")
         include = ()
         done, merge_error = write("bf16")
     return Merged(done, kind, origin.base, merge_error, base_error, notes)
