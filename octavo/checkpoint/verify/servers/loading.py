@@ -170,7 +170,7 @@ class _Loading:
             return
         fix = "write the name of the model's class into architectures"
         if self.server.name != "vLLM":
-            self._add(REFUSES, "the model's class is chosen by architectures", fix=fix)
+            self._add(REFUSES, "the model's class is chosen by architectures", fix=fix, seen=False)
         elif self.contents.dense_text and family in _WITHOUT_ARCHITECTURES:
             self._add(OK, "the model's class is chosen by model_type", warns=True)
         else:
