@@ -133,6 +133,7 @@ def read_folder(folder: Path, findings: Findings, stem: str = "model") -> Header
     for path in sorted(folder.glob("*.safetensors")):
         if path.name in listed or not listed:
             continue
+        # What vLLM does with these two kinds depends on more than the files: `servers.files`.
         if path.name.startswith("."):
             findings.warn("extra-shard/hidden", path.name)
         elif path.name.startswith("consolidated") and stem == "model":

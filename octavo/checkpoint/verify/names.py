@@ -95,7 +95,7 @@ def check_fields(model: PreTrainedModel, findings: Findings) -> None:
 
 def check_config(
     raw: Mapping[str, Any],
-    block: Mapping[str, Any] | None,
+    block: Mapping[str, object] | None,
     headers: Headers,
     stock: StockModel | None,
     findings: Findings,

@@ -76,6 +76,7 @@ def read_server_files(server: str, folder: Path, headers: Headers, quick: bool, 
 
 def _read_chosen_files(server: str, folder: Path, headers: Headers, quick: bool) -> ServerFiles:
     files = ServerFiles({})
+    # glob.glob of the loaders leaves out hidden files, and list_filtered_repo_files looks into subfolders.
     names = {path.name for path in folder.glob("*.safetensors") if not path.name.startswith(".")}
     consolidated = [path for path in folder.rglob(_CONSOLIDATED) if path.is_file()] if server == "vLLM" else []
     index = _CONSOLIDATED_INDEX if consolidated else _INDEX
@@ -83,7 +84,9 @@ def _read_chosen_files(server: str, folder: Path, headers: Headers, quick: bool)
         names = {name for name in names if fnmatch(name, _CONSOLIDATED)}
         if not names:
             where = str(consolidated[0].relative_to(folder))
-            files.problems.append(FileProblem(REFUSES, f"{where} makes it look for such files alone", f"move {where}"))
+            files.problems.append(
+                FileProblem(REFUSES, f"{where} makes it look only for such files in the folder", f"move {where}")
+            )
     try:
         placed = weight_map(folder / index) if os.path.lexists(folder / index) else None
     except (ModelError, OSError):

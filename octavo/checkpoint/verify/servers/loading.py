@@ -33,7 +33,7 @@ from torch import Tensor
 from octavo.checkpoint.stock_model import Linear
 from octavo.checkpoint.verify.findings import GARBAGE, OK, REFUSES, UNKNOWN, Consequence
 from octavo.checkpoint.verify.headers import FileTensor
-from octavo.checkpoint.verify.servers.contents import Contents
+from octavo.checkpoint.verify.servers.contents import LOADED_FAMILIES, Contents
 from octavo.checkpoint.verify.servers.layout import Layout, Refusal, read_layout, takes_integers
 from octavo.checkpoint.verify.skip_lists import is_listed_for, is_server_target
 from octavo.fp8.arithmetic import E4M3
@@ -50,7 +50,7 @@ _READ_CACHE_SCALES = {
 _FUSED_NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 _FUSED_PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 #: model_type of the text families of Octavo and transformers whose MLP in vLLM and SGLang refuses all but silu
-_ONLY_SILU = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite")
+_ONLY_SILU = (*LOADED_FAMILIES, "phi3", "granite")
 #: model_type of the families that vLLM serves as text models without architectures (its registry has e.g. "LlamaModel")
 _WITHOUT_ARCHITECTURES = ("llama", "mistral", "qwen2")
 
@@ -168,6 +168,7 @@ class _Loading:
             self._add(REFUSES, f"its MLP of {family} takes only silu, and hidden_act is {activation!r}", fix=fix)
         if raw.get("architectures"):
             return
+        # `get_config` fills in transformers' class without a head, e.g. LlamaModel.
         fix = "write the name of the model's class into architectures"
         if self.server.name != "vLLM":
             self._add(REFUSES, "the model's class is chosen by architectures", fix=fix, seen=False)
@@ -301,6 +302,7 @@ class _Loading:
         slots = [self.slots[part] for part in names if part in self.slots]
         if self.server.name != "vLLM" or not slots or len(slots) < len(parts):
             return False
+        # Rows, and the scales of rows and blocks, are split by the parts' sizes (`_load_fused_module_from_checkpoint`).
         if slots[0].shape:
             wanted = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
             if tensor.shape != wanted:
@@ -396,7 +398,7 @@ class _Loading:
             self._check_missing_scales(parts)
 
     def _unties_elsewhere(self, name: str) -> bool:
-        """Whether a file with a name like that of a tied head makes the server build the head, and is not read."""
+        """Whether a file holds the name of a tied head, which makes the server build the head, and is not read."""
         return name.endswith("lm_head.weight") and self.contents.files.head is not None
 
     def _report_untied(self, file: str, tensor: str) -> None:
