@@ -102,6 +102,7 @@ def check_config(
 ) -> None:
     """Compare quantization_config, dtype and architectures of config.json with the files."""
     codes = [tensor for tensor in headers.tensors.values() if tensor.fp8]
+    # ModelOpt up to 0.29 wrote no quantization_config into config.json, but this file.
     if block is None and (headers.folder / MODELOPT_FILE).is_file():
         check_modelopt(headers.folder, bool(codes), findings)
     elif codes and block is None:
