@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.checkpoint.verify.servers.contents import LOADED_FAMILIES
+from octavo.checkpoint.verify.servers.contents import LOADED_CLASSES
 from tests.checkpoint.folders import block_of
 from tests.checkpoint.server_folders import (
     DOWN,
@@ -362,7 +362,7 @@ VALUES = {
 
 FAMILIES = {
     f"{name}@{family}": Case(f"{form}@{family}", outcome, change)
-    for family in LOADED_FAMILIES
+    for family in sorted(name.removesuffix("ForCausalLM").lower() for name in LOADED_CLASSES)
     if family != "llama"
     for name, form, outcome, change in (
         ("dyn-good", "dyn", OK, None),

@@ -29,9 +29,12 @@ from tests.checkpoint.server_folders import (
     UP,
     WRONG,
     Case,
+    both,
+    drop,
     group,
     q,
     ragged,
+    settings,
     stray,
     write,
 )
@@ -62,7 +65,7 @@ def test_good_folders_are_ok(form: str, tmp_path: Path, tokenizer: Path) -> None
     assert verified.ok and verdicts["vLLM"] == verdicts["SGLang"] == OK
     source = next(verdict.source for verdict in verified.verdicts if verdict.loader == "vLLM")
     kernel = " (kernel of the test)" if form not in ("bf16", "bf16_tied", "dyn") else ""
-    assert source == f"loaded in vLLM 0.32 on a CPU{kernel}"
+    assert source == ("read in its source (vLLM 0.32)" if form == "static" else f"loaded in vLLM 0.32 on a CPU{kernel}")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -199,3 +202,13 @@ def test_scales_of_ragged_fused_layers_are_refused_or_misplaced() -> None:
         return tuple(Linear("x", "x", (n, 128), ("Linear",)) for n in rows)
 
     assert _fits_grid(parts(576, 192, 192), 128) and not _fits_grid(parts(320, 320), 128)
+
+
+def test_classes_that_were_not_loaded_have_another_source(tmp_path: Path, tokenizer: Path) -> None:
+    """vLLM's rules are predicted for another text model, too, and decide the exit code; they were read."""
+    other = both(drop(NORM), settings(model_type="olmo2", architectures=["Olmo2ForCausalLM"]))
+    for name, change in (("loaded", drop(NORM)), ("other", other)):
+        verified = verify(write(Case("bf16", REFUSES, change), tmp_path / name, tokenizer))
+        (verdict,) = [verdict for verdict in verified.verdicts if verdict.loader == "vLLM"]
+        assert verdict.verdict == REFUSES and not verified.ok
+        assert verdict.source.startswith("loaded in" if name == "loaded" else "read in its source")

@@ -12,8 +12,8 @@ from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.headers import FileTensor
 from octavo.checkpoint.verify.servers.files import ServerFiles
 
-#: model_type of the families of which tests/server loads folders in vLLM
-LOADED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+#: classes of which tests/server loads folders in vLLM, which chooses its own class by `architectures`
+LOADED_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,10 @@ class Contents:
 
     @property
     def loaded_in_vllm(self) -> bool:
-        """Whether folders of this family were loaded in vLLM, good ones and damaged ones."""
-        return self.dense_text and self.raw.get("model_type") in LOADED_FAMILIES
+        """Whether folders of this class were loaded in vLLM, good ones and damaged ones."""
+        classes = self.raw.get("architectures")
+        known = isinstance(classes, list) and bool(classes) and all(name in LOADED_CLASSES for name in classes)
+        return self.dense_text and known
 
     @cached_property
     def embedding(self) -> str | None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from octavo.checkpoint.stock_model import Linear
 from octavo.checkpoint.verify.findings import GARBAGE, OK, REFUSES, UNKNOWN, Consequence
 from octavo.checkpoint.verify.headers import FileTensor
-from octavo.checkpoint.verify.servers.contents import LOADED_FAMILIES, Contents
+from octavo.checkpoint.verify.servers.contents import LOADED_CLASSES, Contents
 from octavo.checkpoint.verify.servers.layout import Layout, Refusal, read_layout, takes_integers
 from octavo.checkpoint.verify.skip_lists import is_listed_for, is_server_target
 from octavo.fp8.arithmetic import E4M3
@@ -49,8 +49,8 @@ _READ_CACHE_SCALES = {
 }
 _FUSED_NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 _FUSED_PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-#: model_type of the text families of Octavo and transformers whose MLP in vLLM and SGLang refuses all but silu
-_ONLY_SILU = (*LOADED_FAMILIES, "phi3", "granite")
+#: classes of text models whose MLP in vLLM and SGLang refuses all but silu
+_ONLY_SILU = (*LOADED_CLASSES, "Phi3ForCausalLM", "GraniteForCausalLM")
 #: model_type of the families that vLLM serves as text models without architectures (its registry has e.g. "LlamaModel")
 _WITHOUT_ARCHITECTURES = ("llama", "mistral", "qwen2")
 
@@ -150,6 +150,8 @@ class _Loading:
         """Add the event of a folder without problems."""
         if layout is not None and layout.weights_only:
             self.run = self.decides = False
+        if layout is not None and layout.static and layout.method == "compressed-tensors":
+            self.run = False  # the CPU build lacks an operation (silu_and_mul_quant); AutoFP8's form needs none
         if layout is None or layout.kind == "none":
             self._add(OK, "names, shapes and dtypes are the model's")
         elif layout.block is not None:
@@ -163,7 +165,8 @@ class _Loading:
         """Check the fields of config.json that a loader refuses, whatever the tensors are."""
         raw, family = self.contents.raw, str(self.contents.raw.get("model_type"))
         activation = getattr(self.contents.stock.model.config, "hidden_act", "silu")
-        if self.contents.dense_text and family in _ONLY_SILU and activation != "silu":
+        classes = raw.get("architectures") or [type(self.contents.stock.model).__name__]
+        if self.contents.dense_text and classes[0] in _ONLY_SILU and activation != "silu":
             fix = "serve it with transformers"
             self._add(REFUSES, f"its MLP of {family} takes only silu, and hidden_act is {activation!r}", fix=fix)
         if raw.get("architectures"):
