@@ -426,6 +426,6 @@ CORRUPTIONS = (
     Corruption(broken_config, "config"),
     Corruption(untied_head, "tied", ("plain", "fp8-block"), model="qwen3_tied", load=False),
     Corruption(repeated_head, "tied-twice", ("plain",), fails=False, model="qwen3_tied", load=False),
-    Corruption(no_architectures, "architectures", ("plain",), load=False),
+    Corruption(no_architectures, "no-architectures", ("plain",), load=False),
     Corruption(no_tokenizer, "companion", ("plain",), load=False),
 )

@@ -5,7 +5,11 @@ The folders of `WITHOUT_REFERENCE` were loaded, but their answers were not compa
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.verify.servers.contents import LOADED_CLASSES
 from tests.checkpoint.folders import block_of
@@ -26,6 +30,7 @@ from tests.checkpoint.server_folders import (
     REFUSES,
     SINGLE,
     UP,
+    VOCABULARY,
     WRONG,
     Case,
     Change,
@@ -88,13 +93,42 @@ def _zero_copy(folder_file: str) -> object:
 
 
 def _fuse(name: str, *parts: str) -> Change:
-    """One tensor under the name of the fused matrix instead of its parts."""
+    """One tensor under the name of the fused matrix instead of its parts; likewise scales of rows and blocks. Parts
+    that share one scale keep it."""
 
     def change(weights: dict[str, torch.Tensor], _: object) -> None:
         parent = parts[0].rpartition(".")[0].rpartition(".")[0]
-        weights[f"{parent}.{name}.weight"] = torch.cat([weights.pop(part) for part in parts])
+        for suffix in ("", "_scale", "_scale_inv"):
+            if f"{parts[0]}{suffix}" in weights:
+                tensors = [weights.pop(f"{part}{suffix}") for part in parts]
+                whole = torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+                weights[f"{parent}.{name}.weight{suffix}"] = tensors[0] if tensors[0].numel() == 1 else whole
 
     return change
+
+
+def _write_consolidated(folder: Path) -> None:
+    """A whole model in consolidated.safetensors, with down_proj zero."""
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file({**tensors, DOWN: torch.zeros_like(tensors[DOWN])}, folder / "consolidated.safetensors", {"format": "pt"})
+
+
+def _write_old_index(folder: Path) -> None:
+    """An index of shards that do not exist."""
+    placed = {name: f"model-0000{1 + (name == DOWN)}-of-00002.safetensors" for name in load_file(folder / SINGLE)}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": placed}))
+
+
+def _write_hidden(folder: Path) -> None:
+    """What macOS writes to other file systems (AppleDouble)."""
+    (folder / "._model.safetensors").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X        " + bytes(120))
+
+
+def _make_integers(block: Config) -> None:
+    """Weights and activations of type int, in a format that has both types."""
+    group = block["config_groups"]["group_0"]
+    for part in ("weights", "input_activations"):
+        group[part]["type"] = "int"
 
 
 def _times_32_in_e5m2(codes: torch.Tensor) -> torch.Tensor:
@@ -170,6 +204,7 @@ UNEXPECTED = {
     "dyn-kv-scale-of-two": Case("dyn", REFUSES, add(f"{LAYER}self_attn.k_scale", torch.ones(2))),
     "bf16-extra-fused-qkv": Case("bf16", OK, _fuse("qkv_proj", Q, K, V)),
     "bf16-extra-fused-gate-up": Case("bf16", OK, _fuse("gate_up_proj", GATE, UP)),
+    "dyn-extra-fused-qkv": Case("dyn", OK, _fuse("qkv_proj", Q, K, V)),
     "bf16-extra-fused-short": Case("bf16", REFUSES, _fuse("qkv_proj", Q, K)),
 }
 
@@ -276,6 +311,9 @@ CONFIGS = {
     "dyn-ignore-word": Case("dyn", REFUSES, q(lambda block: block.update(ignore=3))),
     "bf16-block-empty": Case("bf16", OK, settings(quantization_config={})),
     "bf16-groups-none": Case("bf16", OK, settings(quantization_config=_NO_GROUPS)),
+    "bf16-act-gelu": Case("bf16", REFUSES, settings(hidden_act="gelu")),
+    "bf16-no-architectures": Case("bf16", OK, lambda _, raw: raw.pop("architectures")),
+    "dyn-type-int": Case("dyn", WRONG, q(_make_integers)),
     "auto-static": Case("auto", WRONG, q(lambda block: block.update(activation_scheme="static"))),
     "autostatic-dynamic": Case("autostatic", REFUSES, q(lambda block: block.update(activation_scheme="dynamic"))),
     "bf16-tie-yes": Case("bf16", OK, settings(tie_word_embeddings=True)),
@@ -290,6 +328,15 @@ FILES = {
     "bf16-stray-copy": Case("bf16", WRONG, after=_zero_copy("stray.safetensors")),
     "bf16-stray-copy-before": Case("bf16", OK, after=_zero_copy("a.safetensors")),
     "bf16-stray-consolidated": Case("bf16", REFUSES, after=_zero_copy("consolidated.safetensors")),
+    "bf16-consolidated-old": Case("bf16", WRONG, after=_write_consolidated, shards=2),
+    "bf16-index-old": Case("bf16", REFUSES, after=_write_old_index),
+    "bf16_tied-hidden-file": Case("bf16_tied", REFUSES, after=_write_hidden),
+    "bf16_tied-stray-head": Case(
+        "bf16_tied",
+        WRONG,
+        after=stray("base_model.model.lm_head.weight", torch.ones(VOCABULARY, HIDDEN), "adapter_model.safetensors"),
+        shards=2,
+    ),
     "bf16-shards-no-index": Case("bf16", OK, after=lambda folder: (folder / INDEX).unlink(), shards=2),
     "dyn-shard-missing": Case("dyn", REFUSES, after=lambda folder: max(folder.glob("model-*")).unlink(), shards=2),
     "dyn-index-entry-lost": Case("dyn", OK, after=edit_index(lambda places: places.pop(DOWN)), shards=2),

@@ -128,9 +128,11 @@ FAULTS = {
     "processor cut": Fault(
         text("preprocessor_config.json", "["), "companion", "preprocessor_config.json", model="qwen3_vl"
     ),
-    "generation settings": Fault(text("generation_config.json", "[1"), "config", "generation_config.json"),
+    "generation settings": Fault(text(_GENERATION, "[1"), "generation-config-left-out", _GENERATION),
     **{
-        f"generation: {key}={value}": Fault(text(_GENERATION, json.dumps({key: value})), "config", _GENERATION)
+        f"generation: {key}={value}": Fault(
+            text(_GENERATION, json.dumps({key: value})), "generation-config", _GENERATION
+        )
         for key, value in _SETTINGS
     },
     **{
@@ -140,7 +142,7 @@ FAULTS = {
         for family, file, change in _PROCESSORS
     },
     "length no number": Fault(edited("tokenizer_config.json", model_max_length="x"), "companion", "tokenizer.json"),
-    "pipe": Fault(replaced("generation_config.json", "pipe"), "config", "generation_config.json"),
+    "pipe": Fault(replaced(_GENERATION, "pipe"), "generation-config", _GENERATION),
     "pipe as tokenizer": Fault(replaced("tokenizer.json", "pipe"), "companion", "tokenizer.json"),
     "pipe as shard": Fault(replaced(SHARD, "pipe"), "header", SHARD),
     "pipe nobody reads": Fault(replaced("notes", "pipe"), "special", "notes", loads=True),

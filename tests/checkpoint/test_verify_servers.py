@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from octavo.checkpoint.stock_model import Linear
 from octavo.checkpoint.verify import VerifyResult, verify
@@ -16,7 +18,26 @@ from octavo.checkpoint.verify.servers import layout, loading
 from octavo.checkpoint.verify.servers.loading import _fits_grid
 from octavo.models.tiny import tiny
 from tests.checkpoint import server_cases
-from tests.checkpoint.server_folders import FORMS, NORM, OK, REFUSES, WRONG, Case, both, drop, ragged, settings, write
+from tests.checkpoint.server_folders import (
+    FORMS,
+    GATE,
+    HIDDEN,
+    NORM,
+    OK,
+    REFUSES,
+    SINGLE,
+    UP,
+    WRONG,
+    Case,
+    both,
+    drop,
+    group,
+    q,
+    ragged,
+    settings,
+    stray,
+    write,
+)
 
 #: the folders for which the column was wrong before its rules were taken from vLLM's loader, and their neighbours
 QUICK = (
@@ -120,6 +141,58 @@ def test_sglang_differs_where_its_source_does(name: str, sglang: str, tmp_path: 
     assert verdicts["SGLang"] == sglang
     (source,) = [verdict.source for verdict in verified.verdicts if verdict.loader == "SGLang"]
     assert source.startswith("read in its source")
+
+
+def _move_to_subfolder(folder: Path) -> None:
+    (folder / "original").mkdir()
+    shutil.copy(folder / SINGLE, folder / "original" / "consolidated.safetensors")
+
+
+def _write_modelopt(folder: Path) -> None:
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+
+
+#: folders whose outcome in vLLM was read in its source: case, vLLM's verdict, exit code, words of the first finding
+READ_ONLY = {
+    "consolidated in a subfolder": (Case("bf16", REFUSES, after=_move_to_subfolder), 1, "move original/"),
+    "only a norm in consolidated": (
+        Case("bf16", REFUSES, after=stray(NORM, torch.ones(HIDDEN), "consolidated.safetensors")), 1,
+        "delete consolidated.safetensors",
+    ),
+    "Mistral's own names": (
+        Case("bf16", "unknown", after=stray("tok_embeddings.weight", torch.ones(2, 2), "consolidated.safetensors")), 1,
+        "delete consolidated.safetensors",
+    ),
+    "hidden file": (Case("bf16", OK, after=server_cases._write_hidden), 0, "._model.safetensors is a hidden file"),
+    "ModelOpt's file": (Case("bf16", WRONG, after=_write_modelopt), 1, "delete hf_quant_config.json"),
+    "ModelOpt's file over codes": (
+        Case("dyn", "unknown", lambda _, raw: raw.pop("quantization_config"), after=_write_modelopt), 1, "ModelOpt's",
+    ),
+    "a method of another word": (
+        Case("dyn", OK, q(lambda block: block.update(quant_method="compressed_tensors"))), 1,
+        "write 'compressed-tensors'",
+    ),
+    "4 bits": (Case("dyn", "unknown", group(num_bits=4, type="int")), 1, "num_bits"),
+    "embedding model": (Case("bf16@qwen3", REFUSES, lambda _, raw: raw.pop("architectures")), 1, '"Qwen3ForCausalLM"'),
+    "fused in blocks": (Case("block", OK, server_cases._fuse("gate_up_proj", GATE, UP)), 1, "gate_up_proj"),
+    "fused with one scale": (Case("tensor", OK, server_cases._fuse("gate_up_proj", GATE, UP)), 1, "gate_up_proj"),
+    "generation settings cut off": (
+        Case("bf16", OK, after=lambda folder: (folder / "generation_config.json").write_text("{")), 1,
+        "generation_config.json is not JSON",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ_ONLY)
+def test_rules_that_were_read(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    case, code, words = READ_ONLY[name]
+    verified, verdicts = run(case, tmp_path, tokenizer)
+    assert verdicts["vLLM"] == case.vllm, verified.verdicts
+    assert verified.ok == (code == 0) and words in verified.findings[0].text, verified.findings
+    assert len({finding.text for finding in verified.findings}) == len(verified.findings)
+    source = next(verdict.source for verdict in verified.verdicts if verdict.loader == "vLLM")
+    if "fused" in name:
+        assert source == "read in its source (vLLM 0.32)"
 
 
 def test_scales_of_ragged_fused_layers_are_refused_or_misplaced() -> None:

@@ -20,7 +20,7 @@ from octavo.base.model_families import trains_on
 from octavo.checkpoint.checksums import MARKER, is_changed, read_note, sha256
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
-from octavo.models.errors import ForeignTokenizerError, ModelError
+from octavo.models.errors import ForeignTokenizerError, ModelError, NoEndTokenError
 from octavo.models.folder import chat
 from octavo.models.folder.folder import companions, read_companion
 from octavo.models.processors import stop_tokens
@@ -68,7 +68,7 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | N
     audio, the processor. `raw`: config.json."""
     before = len(findings.items)
     check_companion_files(folder, findings)
-    damaged = len(findings.items) > before
+    damaged = len(findings.items) > before or _reports_generation_config(findings)
     tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
     if not tokenizer:
         findings.warn("no-tokenizer", folder=folder, files=", ".join(_TOKENIZERS[:2]))
@@ -83,7 +83,11 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | N
     kind = "" if stock is None else stock.model.config.model_type
     part = "image" if trains_on(kind, "images") else "audio" if trains_on(kind, "sound") else None
     with findings.collect_errors("tokenizer.json", "companion"):
-        loaded: Any = models.load_processor(folder) if part and processor else models.load_tokenizer(folder)
+        try:
+            loaded: Any = models.load_processor(folder) if part and processor else models.load_tokenizer(folder)
+        except NoEndTokenError:  # which Octavo needs for padding, and servers do not
+            findings.warn("no-end-token", "tokenizer.json", folder=folder)
+            return
         _check_ids(loaded, stock, folder, findings)
         if not loaded.chat_template:
             findings.warn("companions/template", folder=folder)
@@ -94,9 +98,17 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | N
 
 def check_companion_files(folder: Path, findings: Findings) -> None:
     """Read every companion of a folder and report those that are not what their name says."""
+    failed = {finding.file for finding in findings}
     for file in companions(folder):
+        if file.name in failed:  # generation_config.json, which was checked with config.json
+            continue
         with findings.collect_errors(file.name, "companion"):
             read_companion(file)
+
+
+def _reports_generation_config(findings: Findings) -> bool:
+    """Whether generation_config.json is damaged: Octavo then loads no tokenizer from the folder."""
+    return any(finding.kind.startswith("generation-config") for finding in findings)
 
 
 def _names_template(folder: Path) -> bool:
@@ -132,7 +144,9 @@ def _check_end_token(loaded: Any, folder: Path, findings: Findings) -> None:
 
     vLLM and SGLang also stop at the end token of the tokenizer, transformers only at tokens in generation_config.json.
     """
-    with findings.collect_errors("generation_config.json"):
+    if _reports_generation_config(findings):
+        return
+    with findings.collect_errors("generation_config.json", "generation-config"):
         end = stop_tokens.missing_end_token(folder, loaded)
         if end is None:
             return

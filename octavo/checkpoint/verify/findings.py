@@ -21,7 +21,7 @@ from octavo.models.errors import ModelError
 FAIL, WARN = "fail", "warn"
 LOADERS = ("transformers", "vLLM", "SGLang")
 #: what a loader may do. If several apply, the last one counts: a loader that refuses loads nothing wrong.
-VERDICTS = OK, GARBAGE, REFUSES = ("ok", "loads, wrong answers", "refuses")
+VERDICTS = OK, UNKNOWN, GARBAGE, REFUSES = ("ok", "unknown", "loads, wrong answers", "refuses")
 
 
 class Consequence(NamedTuple):
@@ -30,6 +30,7 @@ class Consequence(NamedTuple):
     run      True if the loader was run on such a folder, False if only its code was read
     warns    True if the reason is a warning about a folder that is loaded well
     decides  True if the prediction alone makes a folder fail: the loader's rules for this kind of model are known
+    fix      what the user can do, as the end of a sentence; "" if the folder has to be written again
     """
 
     verdict: str
@@ -37,6 +38,7 @@ class Consequence(NamedTuple):
     run: bool = False
     warns: bool = False
     decides: bool = False
+    fix: str = ""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,10 @@ def read_folder(folder: Path, findings: Findings, stem: str = "model") -> Header
         placed = weight_map(index) if os.path.lexists(index) else None
     _check_pickles(folder, findings, any(folder.glob("*.safetensors")))
     if os.path.lexists(single):
-        if placed is not None:
+        missing = sorted(file for file in set((placed or {}).values()) if not os.path.lexists(folder / file))
+        if missing:
+            findings.fail("index-stale", index.name, single=single, count=len(missing), first=missing[0])
+        elif placed is not None:
             findings.warn("two-layouts", index.name, folder=folder, single=single)
         read_file(headers, single, findings)
     elif placed is not None:
@@ -130,7 +133,12 @@ def read_folder(folder: Path, findings: Findings, stem: str = "model") -> Header
     for path in sorted(folder.glob("*.safetensors")):
         if path.name in listed or not listed:
             continue
-        if placed:
+        # What vLLM does with these two kinds depends on more than the files: `servers.files`.
+        if path.name.startswith("."):
+            findings.warn("extra-shard/hidden", path.name)
+        elif path.name.startswith("consolidated") and stem == "model":
+            (findings.warn if placed else findings.fail)("extra-shard/consolidated", path.name)
+        elif placed:
             findings.warn("extra-shard/unnamed", path.name, index=index)
         elif path.name.startswith(stem) or stem == "model":
             findings.fail("extra-shard/beside", path.name, single=single)

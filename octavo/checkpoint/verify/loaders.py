@@ -14,6 +14,7 @@ from octavo.checkpoint.verify.findings import (
     LOADERS,
     OK,
     REFUSES,
+    UNKNOWN,
     VERDICTS,
     WARN,
     Consequence,
@@ -47,6 +48,8 @@ def _servers(verdict: str, reason: str) -> dict[str, Consequence]:
     return {loader: _does(verdict, reason) for loader in ("vLLM", "SGLang")}
 
 
+_UNREAD = "the quantization has a form that Octavo does not check"
+
 #: kind of finding -> what each loader does with such a folder; loaders that are not listed accept it
 CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "no-weights": _all(REFUSES, "there are no weights"),
@@ -63,10 +66,20 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
         **_servers(REFUSES, "a parameter gets no weights"),
     },
     "extra-shard": _servers(REFUSES, "every *.safetensors is read, including the stray one"),
+    "index-stale": {
+        "vLLM": _does(REFUSES, "the index names files that do not exist", True),
+        "SGLang": _does(REFUSES, "the index names files that do not exist"),
+    },
     "two-layouts": _all(WARNS, "the single file and the index may not agree"),
     "duplicate": _all(WARNS, "the later of two tensors with the same name is used"),
     "config": _all(REFUSES, "config.json cannot be used"),
-    "quantization": _all(WARNS, "quantization_config has a form that Octavo does not check"),
+    "quantization": _all(UNKNOWN, _UNREAD),
+    "quantization-file": _servers(GARBAGE, "layers are built as hf_quant_config.json says, and values are cast"),
+    "modelopt": {
+        _HF: _does(GARBAGE, "the file is not read: codes are taken for values", True),
+        **_servers(UNKNOWN, _UNREAD),
+    },
+    "quantization-word": {_HF: _does(GARBAGE, "the method is skipped: codes are taken for values", True)},
     "fp8-tensor": {
         _HF: _does(WARNS, "reads one scale per tensor only as weight_scale_inv", True),
         **_servers(REFUSES, "one scale per tensor is read as weight_scale, and transformers writes weight_scale_inv"),
@@ -88,6 +101,12 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
         **_servers(WARNS, "its code for those fields was not read"),
     },
     "architectures": _servers(REFUSES, "the model's class is chosen by architectures"),
+    "no-architectures": _servers(REFUSES, "the model's class is chosen by architectures"),
+    "generation-config": _all(REFUSES, "generation_config.json cannot be used"),
+    "generation-config-left-out": {
+        loader: _does(WARNS, "generation_config.json is not JSON and is left out: defaults are used", loader == _HF)
+        for loader in LOADERS
+    },
     "companion": _all(REFUSES, "a file of the tokenizer, the processor or the chat template cannot be read", True),
     "template": {
         "vLLM": _does(WARNS, "it starts and refuses chat requests, which cannot be rendered as a prompt", True),
@@ -112,6 +131,7 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
         _HF: _does(WARNS, "generation does not stop at the token that ends answers in the chat template")
     },
     "companions": _servers(WARNS, "prompts cannot be built without template and processor"),
+    "no-end-token": _all(WARNS, "generation stops only at the tokens in generation_config.json", True),
     "no-tokenizer": {
         "vLLM": _does(REFUSES, "it loads the tokenizer first, and there is none", True),
         "SGLang": _does(REFUSES, "it loads the tokenizer, and there is none"),
@@ -192,13 +212,14 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "against-names": {},
     "against-dropped": _servers(WARNS, "layers for multi-token prediction differ from the reference"),
     "against-shape": {},
-    "against-values": _all(WARNS, "values are loaded as they are, and differ from the reference"),
+    "against-values": _all(UNKNOWN, "values are loaded as they are; they differ from the reference"),
     "error": _all(GARBAGE, "values differ from the reference"),
 }
 
 
 #: what vLLM 0.32 did with such folders on a CPU, where that is not what the table above says or was read
 SEEN: dict[str, Consequence] = {
+    "missing-shard": Consequence(REFUSES, "a shard that the index names is missing", True),
     "tied": Consequence(OK, "the lm_head on disk is used, although config.json ties it", True, True),
 }
 
@@ -215,6 +236,7 @@ _PREDICTED = (
     "index-entry",
     "index-tensor",
     "extra-shard",
+    "no-architectures",
     "duplicate",
     "quantization",
     "fp8-tensor",
@@ -249,9 +271,11 @@ def check_predictions(predicted: Mapping[str, list[Consequence] | None], finding
     Only models count for whose kind vLLM's rules are known: `Consequence.decides`.
     """
     accepted, *events = predicted.get("vLLM") or [Consequence(OK, "")]
-    bad = [event for event in events if event.verdict != OK]
+    bad = sorted((e for e in events if e.verdict != OK), key=lambda event: -VERDICTS.index(event.verdict))
     if accepted.decides and bad and not any(finding.status == FAIL for finding in findings):
-        findings.fail("server", loader="vLLM", verdict=bad[0].verdict, reason=bad[0].reason)
+        does = "refuses the folder" if bad[0].verdict == REFUSES else "loads the folder and answers wrong"
+        fix = bad[0].fix or "write the folder again, as an export does"
+        findings.fail("server", loader="vLLM", does=does, reason=bad[0].reason, fix=fix)
 
 
 def verdicts(
@@ -269,6 +293,8 @@ def verdicts(
     for loader in LOADERS:
         events = predicted.get(loader)
         consequences = events[:1] if events else [_accepted(loader, q)]
+        if loader in predicted and events is None:
+            consequences = [Consequence(UNKNOWN, _UNREAD)]
         loaded = loader == "transformers" or consequences[0].run  # whether folders of this kind were loaded at all
         for finding in findings:
             known_by_rules = finding.kind in _PREDICTED or (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import FileTensor, Headers
 from octavo.models.custom.mpt import MPTConfig, ignored_by_stock
 from octavo.models.custom.register import is_custom
+from octavo.models.folder.folder import read_json
 from octavo.models.folder.quantization import is_cache_scale
 
 #: suffixes that quantizers append to a weight's name for its scales; longest first
 SCALES = ("_scale_inv", "_scale_2", "_scale", "_zero_point")
+MODELOPT_FILE = "hf_quant_config.json"
 _HIGH = ("F32", "BF16", "F16")
 _FLOATS = (*_HIGH, "F8_E4M3", "F8_E5M2")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
@@ -90,16 +93,26 @@ def check_fields(model: PreTrainedModel, findings: Findings) -> None:
         findings.warn("mpt-fields", "config.json", fields=", ".join(fields))
 
 
-def check_config(raw: Mapping[str, Any], block: Mapping[str, Any] | None, headers: Headers, findings: Findings) -> None:
+def check_config(
+    raw: Mapping[str, Any],
+    block: Mapping[str, object] | None,
+    headers: Headers,
+    stock: StockModel | None,
+    findings: Findings,
+) -> None:
     """Compare quantization_config, dtype and architectures of config.json with the files."""
     codes = [tensor for tensor in headers.tensors.values() if tensor.fp8]
-    if codes and block is None:
+    # ModelOpt up to 0.29 wrote no quantization_config into config.json, but this file.
+    if block is None and (headers.folder / MODELOPT_FILE).is_file():
+        check_modelopt(headers.folder, bool(codes), findings)
+    elif codes and block is None:
         case = "scales" if any(scale_of(name) for name in headers.tensors) else "none"
         findings.fail(f"quantization-lost/{case}", codes[0].file, codes[0].name, count=len(codes))
     if block is not None and not codes and headers.tensors:
         findings.fail("quantization-without-codes", "config.json")
     if not raw.get("architectures"):
-        findings.fail("architectures", "config.json")
+        wanted = "LlamaForCausalLM" if stock is None else type(stock.model).__name__
+        findings.fail("no-architectures", "config.json", wanted=wanted)
     elif not any(hasattr(transformers, str(name)) for name in raw["architectures"]) and not is_custom(
         raw.get("model_type")
     ):
@@ -109,6 +122,14 @@ def check_config(raw: Mapping[str, Any], block: Mapping[str, Any] | None, header
     _check_config_dtype(raw, headers, findings)
     if any(str(raw.get(key, "")).startswith(("float8", "torch.float8")) for key in ("dtype", "torch_dtype")):
         findings.fail("config-dtype/float8", "config.json")
+
+
+def check_modelopt(folder: Path, quantized: bool, findings: Findings) -> None:
+    """Report ModelOpt's file, from which vLLM and SGLang take the quantization if config.json has none."""
+    with findings.collect_errors(MODELOPT_FILE, "quantization-file"):
+        settings = read_json(folder / MODELOPT_FILE).get("quantization")
+        algorithm = settings.get("quant_algo") if isinstance(settings, Mapping) else None
+        findings.fail("modelopt" if quantized else "quantization-file", MODELOPT_FILE, algorithm=algorithm)
 
 
 def _check_config_dtype(raw: Mapping[str, Any], headers: Headers, findings: Findings) -> None:

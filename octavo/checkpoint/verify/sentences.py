@@ -11,12 +11,18 @@ SENTENCES: dict[str, str] = {
     "the model with save_pretrained (safetensors is its format).",
     "pickle-beside": "{file} is a pickle in a folder with safetensors ({count} such files): no loader needs it; "
     "delete it.",
+    "index-stale": "{file} names {count} files that do not exist (first {first}), and {single.name} does: transformers "
+    "reads the single file, and vLLM refuses the folder; delete {file}.",
     "two-layouts": "{folder.name} contains both {single.name} and {file}: transformers reads the single file, vLLM "
     "the files in the index; delete the older of the two.",
     "extra-shard/beside": "{file} is in the folder with {single.name} and without an index: transformers leaves it "
     "out, vLLM and SGLang read both; delete the older of the two.",
-    "extra-shard/unnamed": "{file} is not named by {index.name}: loaders leave it out; delete it, or write the index "
-    "again.",
+    "extra-shard/consolidated": "{file} makes vLLM read only consolidated*.safetensors, which transformers leaves out; "
+    "delete {file} if the other files hold the model.",
+    "extra-shard/hidden": "{file} is a hidden file, as macOS writes: no loader reads its tensors, but vLLM reads its "
+    "header if config.json ties the head; delete it.",
+    "extra-shard/unnamed": "{file} is not named by {index.name}: loaders leave its tensors out; delete it, or "
+    "write the index again.",
     "missing-shard": "{file} is missing, although {index.name} places {name!r} and {others} more tensors in it; "
     "download the shard again.",
     "index-tensor": "{file} does not contain {name!r}, although {index.name} places it there; download both again.",
@@ -75,10 +81,16 @@ SENTENCES: dict[str, str] = {
     "quantization-lost/scales": "config.json has no quantization_config, but {count} tensors are FP8 codes, e.g. "
     "{name!r} in {file}, with scales: transformers takes codes for values, and vLLM has no parameters for the "
     "scales. Put the quantization_config back (the export that wrote the codes has it), or export the model again.",
+    "quantization-file": "{file} is in the folder, and config.json has no quantization_config: vLLM and SGLang take "
+    "ModelOpt's quantization ({algorithm}) from it, and no tensor is quantized; delete {file}.",
+    "modelopt": "{file} describes ModelOpt's quantization ({algorithm}), which vLLM and SGLang read and "
+    "Octavo does not; export the model in one of Octavo's formats.",
+    "quantization-word": "config.json has quant_method {method!r}: vLLM and SGLang read it, and transformers skips it "
+    "and takes codes for values; write {right!r}.",
     "quantization-without-codes": "config.json has a quantization_config, but no tensor is FP8: vLLM and SGLang would "
     "expect scales; remove the block from config.json, or write the quantized weights.",
-    "architectures": "config.json names no architectures: vLLM and SGLang choose the model's class by them; add e.g. "
-    '"architectures": ["Qwen3ForCausalLM"].',
+    "no-architectures": "config.json names no architectures: SGLang chooses the model's class by them, and vLLM by "
+    'model_type, which makes an embedding model of most families; add "architectures": ["{wanted}"].',
     "architectures/unknown": "config.json names architectures {names}, which no class of transformers has: vLLM and "
     "SGLang choose the model's class by them; write the name of the model's class.",
     "config-dtype/float8": "config.json gives float8 as the dtype: loaders would cast every tensor to codes without "
@@ -91,6 +103,8 @@ SENTENCES: dict[str, str] = {
     "copy it from the model it was made from.",
     "companions/template": "{folder.name} has no chat template (chat_template.jinja): servers refuse chat requests; "
     "copy it from the model it was made from.",
+    "no-end-token": "{folder.name} has a tokenizer without an end token: loaders take it, and stop only at the tokens "
+    "in generation_config.json; copy tokenizer_config.json of the model it was made from.",
     "no-tokenizer": "{folder.name} has no tokenizer ({files}): servers cannot start from it; copy the tokenizer files "
     "of the model it was made from.",
     # Scales, and where codes may be
@@ -148,7 +162,7 @@ SENTENCES: dict[str, str] = {
     "blocks would not match; keep the layers of this matrix in BF16 and list them.",
     "block-ragged": "has N = {n}, not a multiple of {r}: transformers on a CPU uses blocks of {rows} rows there, "
     "which raises an error or gives wrong values; keep it in BF16 if that matters.",
-    "server": "{loader}: {verdict}. Its loader's reason: {reason}; write the folder again, as an export does.",
+    "server": "{loader} {does}: {reason}; {fix}.",
     # Skip lists
     "skip-covers-fp8": "{name!r} is FP8 in {file}, but {who} leave{s} it unquantized by {key} in "
     "config.json{culprit}: its codes are no values, and its scales have no parameter; remove that entry, and write "

@@ -14,13 +14,16 @@ is changed or unpickled, and no model is loaded.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.base import safe_read
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.adapter import (
@@ -36,7 +39,7 @@ from octavo.checkpoint.verify.compare_source import collect_sources, compare, co
 from octavo.checkpoint.verify.findings import FAIL, Consequence, Findings, TensorComparison, VerifyResult
 from octavo.checkpoint.verify.headers import FileTensor, Headers, read_folder
 from octavo.checkpoint.verify.loaders import check_predictions, verdicts
-from octavo.checkpoint.verify.names import check_config, check_fields, check_names, check_ties, scale_of
+from octavo.checkpoint.verify.names import MODELOPT_FILE, check_config, check_fields, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import (
     Pair,
     check_audio_fp8,
@@ -132,11 +135,11 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
         raw = read_json(folder / "config.json")
         if not raw:
             findings.fail("config/empty", "config.json")
-    with findings.collect_errors("generation_config.json"):
+    with findings.collect_errors("generation_config.json", _generation_finding(folder)):
         check_generation_config(folder)
     inspected = _Inspection(raw, read_folder(folder, findings))
     headers = inspected.headers
-    block = quantization_block(raw)
+    block = _normalize_method(quantization_block(raw), findings)
     unread = False
     if block is not None:
         try:
@@ -153,7 +156,7 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
             stock = StockModel(empty(stock_config(folder)))
     inspected.stock = stock
     if raw:
-        check_config(raw, block, headers, findings)
+        check_config(raw, block, headers, stock, findings)
     if stock is not None:
         check_fields(stock.model, findings)
     inspected.cache = check_cache(headers, block if isinstance(block, Mapping) else None, quick, findings)
@@ -181,14 +184,35 @@ def _server_predictions(inspected: _Inspection, quick: bool) -> dict[str, list[C
         return {}
     names = {tensor.name: name for name, tensor in inspected.known.items()}
     block = quantization_block(inspected.raw)
+    if block is None and (headers.folder / MODELOPT_FILE).is_file() and inspected.fp8:
+        block = {"quant_method": "modelopt"}
     out: dict[str, list[Consequence] | None] = {}
     for server in ("vLLM", "SGLang"):
-        files = read_server_files(server, headers.folder, headers, quick)
-        if files.tensors:
-            problems = tuple(files.problems)
-            contents = Contents(files.tensors, names, stock, inspected.raw, block, files.others, problems, quick)
-            out[server] = predict(contents, server)
+        files = read_server_files(server, headers.folder, headers, quick, bool(stock.tied_on_disk))
+        if files.tensors or files.problems:
+            out[server] = predict(Contents(files, names, stock, inspected.raw, block, quick), server)
     return out
+
+
+def _generation_finding(folder: Path) -> str:
+    """The kind of a finding about generation_config.json: loaders leave the file out if it is not JSON, and fail or
+    generate something else if its values are wrong."""
+    with suppress(OSError, safe_read.Unreadable):  # a pipe, or missing
+        text = safe_read.read_bytes(folder / "generation_config.json")
+        try:
+            json.loads(text)
+        except ValueError:
+            return "generation-config-left-out"
+    return "generation-config"
+
+
+def _normalize_method(block: Mapping[str, Any] | None, findings: Findings) -> Mapping[str, Any] | None:
+    """Replace quant_method "compressed_tensors", which vLLM and SGLang read, and report it for transformers."""
+    if not isinstance(block, Mapping) or str(block.get("quant_method")).lower() != "compressed_tensors":
+        return block
+    right = "compressed-tensors"
+    findings.fail("quantization-word", "config.json", method=block["quant_method"], right=right)
+    return {**block, "quant_method": right}
 
 
 def _parse_autofp8(block: Mapping[str, Any], headers: Headers, findings: Findings) -> Quantization | None:
@@ -232,7 +256,7 @@ def _compare_with_reference(
         )
     reference_findings = Findings()
     reference = _inspect(folder, reference_findings, inspected.stock)
-    fatal_kinds = (*_FILE_FINDINGS, "config", "quantization", "quantization-lost")
+    fatal_kinds = (*_FILE_FINDINGS, "config", "quantization", "quantization-file", "quantization-lost")
     fatal = [finding for finding in reference_findings if finding.status == FAIL and finding.kind in fatal_kinds]
     if fatal:
         raise CheckpointError(f"the reference {folder} cannot be used: {fatal[0].text}")
@@ -270,7 +294,8 @@ def _describe_weights(inspected: _Inspection) -> str:
     if inspected.q is not None:
         return f"FP8, {inspected.q}"
     if inspected.fp8:
-        return "FP8 without quantization_config"
+        known = quantization_block(inspected.raw) is not None
+        return "FP8, with a quantization_config of another form" if known else "FP8 without quantization_config"
     sizes: Counter[str] = Counter()
     for tensor in inspected.headers.tensors.values():
         sizes[tensor.dtype] += tensor.size

@@ -20,7 +20,7 @@ from octavo.base import safe_read
 from octavo.base.model_families import RECORDS, trained_families, trains_on, video_families
 from octavo.base.plural import count_noun
 from octavo.models.custom.nvila.three_folders import add_media_tokens, find_template
-from octavo.models.errors import ModelError
+from octavo.models.errors import ModelError, NoEndTokenError
 from octavo.models.folder.chat import (
     FILES,
     check_rendering,
@@ -128,7 +128,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise ModelError(f"{folder}: the tokenizer has no pad and no eos token. Name one in tokenizer_config.json.")
+            raise NoEndTokenError(
+                f"{folder}: the tokenizer has no pad and no eos token. Name one in tokenizer_config.json."
+            )
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere, so any id works
     return tokenizer
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.headers import FileTensor
+from octavo.checkpoint.verify.servers.files import ServerFiles
 
 #: classes of which tests/server loads folders in vLLM, which chooses its own class by `architectures`
 LOADED_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -19,24 +20,25 @@ LOADED_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", 
 class Contents:
     """The headers and config.json of a folder.
 
-    tensors   name on disk -> tensor that servers read (`servers.files`)
+    files     what servers read (`servers.files`)
     names     name on disk -> the stock model's name, for weights that it has
     stock     the model of config.json
     raw       config.json
     block     its quantization_config, or None
-    others    files that only servers read
-    problems  tensors of the files that are loaded instead of the right ones, one sentence each
     quick     no values are read
     """
 
-    tensors: Mapping[str, FileTensor]
+    files: ServerFiles
     names: Mapping[str, str]
     stock: StockModel
     raw: Mapping[str, object]
     block: object
-    others: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
     quick: bool = False
+
+    @property
+    def tensors(self) -> Mapping[str, FileTensor]:
+        """Name on disk -> tensor that servers read."""
+        return self.files.tensors
 
     @cached_property
     def dense_text(self) -> bool:

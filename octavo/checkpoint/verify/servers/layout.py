@@ -107,6 +107,31 @@ def read_layout(block: object) -> Layout | None:
     return None
 
 
+def takes_integers(block: object) -> bool:
+    """Whether a quantization_config of compressed-tensors makes servers build int8 parameters for weights and
+    activations of 8 bits (`_is_static_tensor_w8a8`, `_is_dynamic_token_w8a8`)."""
+    groups = block.get("config_groups") if isinstance(block, Mapping) else None
+    if not isinstance(block, Mapping) or not isinstance(groups, Mapping) or not groups:
+        return False
+    return all(_takes_integers(group, group.get("format") or block.get("format")) for group in groups.values())
+
+
+def _takes_integers(group: object, form: object) -> bool:
+    weights, inputs = (
+        group.get(key) if isinstance(group, Mapping) else None for key in ("weights", "input_activations")
+    )
+    if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping):
+        return False
+    wanted = {**_CHECKS, "type": ("int", "int")}
+    return (
+        form in ("naive-quantized", "int-quantized", "float-quantized")
+        and weights.get("strategy") in ("tensor", "channel")
+        and all(weights.get(key, default) == value for key, (value, default) in wanted.items())
+        and inputs.get("num_bits", 8) == 8
+        and inputs.get("strategy") == ("token" if inputs.get("dynamic") else "tensor")
+    )
+
+
 def _read_fp8(block: _Block) -> Layout:
     if "activation_scheme" not in block:
         raise Refusal("quantization_config has no activation_scheme")

@@ -10,7 +10,10 @@ not filled. The rules of vLLM 0.32, seen on a CPU (`docs/checkpoints.md`):
     shapes       a part of a fused matrix is cut to its first rows, o_proj and down_proj to their first columns; any
                  other difference is refused (`load_merged_column_weight`, `load_row_parallel_weight`)
     dtypes       values are copied into the parameter's dtype, whatever they mean
-    tied head    with an lm_head on disk, tie_word_embeddings is ignored (`maybe_untie_word_embeddings`)
+    tied head    with an lm_head in any file, read or not, the head is untied (`maybe_untie_word_embeddings`)
+    fused        a whole qkv_proj or gate_up_proj is split (`_load_fused_module_from_checkpoint`)
+    config.json  the MLPs of these families take only silu; without architectures, transformers' name of the model
+                 without a head is looked up (`get_config`), which most families have only as an embedding model
 
 SGLang's models for text (`LlamaForCausalLM.load_weights`) check nothing after loading, leave out unexpected names with
 a warning where no fused matrix is concerned, skip layers beyond num_hidden_layers, and drop a tied lm_head.
@@ -28,10 +31,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from octavo.checkpoint.stock_model import Linear
-from octavo.checkpoint.verify.findings import GARBAGE, OK, REFUSES, Consequence
+from octavo.checkpoint.verify.findings import GARBAGE, OK, REFUSES, UNKNOWN, Consequence
 from octavo.checkpoint.verify.headers import FileTensor
-from octavo.checkpoint.verify.servers.contents import Contents
-from octavo.checkpoint.verify.servers.layout import Layout, Refusal, read_layout
+from octavo.checkpoint.verify.servers.contents import LOADED_CLASSES, Contents
+from octavo.checkpoint.verify.servers.layout import Layout, Refusal, read_layout, takes_integers
 from octavo.checkpoint.verify.skip_lists import is_listed_for, is_server_target
 from octavo.fp8.arithmetic import E4M3
 from octavo.models.folder.quantization import is_cache_scale, matches_target
@@ -45,6 +48,11 @@ _READ_CACHE_SCALES = {
     "compressed-tensors": re.compile(r"\.([qkv]_scale|kv_scale)$"),
 }
 _FUSED_NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+_FUSED_PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+#: classes of text models whose MLP in vLLM and SGLang refuses all but silu
+_ONLY_SILU = (*LOADED_CLASSES, "Phi3ForCausalLM", "GraniteForCausalLM")
+#: model_type of the families that vLLM serves as text models without architectures (its registry has e.g. "LlamaModel")
+_WITHOUT_ARCHITECTURES = ("llama", "mistral", "qwen2")
 
 
 class Server(NamedTuple):
@@ -93,14 +101,21 @@ def predict(contents: Contents, name: str) -> list[Consequence] | None:
     None if quantization_config has a form that is not predicted.
     """
     loading = _Loading(contents, SERVERS[name])
+    if contents.files.in_mistral_format:
+        return [Consequence(UNKNOWN, f"only {contents.files.only} is read, which is in Mistral's own format")]
     try:
         layout = read_layout(contents.block)
     except Refusal as refusal:
         loading.accept(None)
         return [*loading.events, Consequence(REFUSES, str(refusal), loading.run, decides=loading.decides)]
     if layout is None and contents.block is not None:
-        return None
+        if not takes_integers(contents.block) or not any(tensor.fp8 for tensor in contents.tensors.values()):
+            return None
+        loading.accept(None)
+        loading.take_codes_for_integers()
+        return loading.events
     loading.accept(layout)
+    loading.check_config()
     loading.build(layout)
     loading.load()
     loading.check_missing()
@@ -118,15 +133,18 @@ class _Loading:
         self.quantized: list[tuple[Linear, ...]] = []
         self.layout: Layout | None = None
         self.filled: set[str] = set()
+        self.only = contents.files.only
         layers = [int(match[1]) for name in contents.stock.shapes if (match := _LAYER.search(name))]
         self._layers = max(layers, default=-1) + 1
         self._cut: dict[str, list[str]] = defaultdict(list)
         self.run = server.name == "vLLM" and contents.loaded_in_vllm
         self.decides = server.name == "vLLM" and contents.dense_text
 
-    def _add(self, verdict: str, reason: str, warns: bool = False, seen: bool = True) -> None:
+    def _add(self, verdict: str, reason: str, warns: bool = False, seen: bool = True, fix: str = "") -> None:
         """Add an event; `seen`: vLLM was run on such a folder."""
-        self.events.append(Consequence(verdict, reason, self.run and seen, warns, self.decides))
+        if self.only and verdict != OK:
+            reason, fix = f"only {self.only} is read: {reason}", f"delete {self.only} if the other files hold the model"
+        self.events.append(Consequence(verdict, reason, self.run and seen, warns, self.decides, fix))
 
     def accept(self, layout: Layout | None) -> None:
         """Add the event of a folder without problems."""
@@ -143,6 +161,31 @@ class _Loading:
         else:
             self._add(OK, "compressed-tensors W8A8 FP8 from compute capability 8.9")
 
+    def check_config(self) -> None:
+        """Check the fields of config.json that a loader refuses, whatever the tensors are."""
+        raw, family = self.contents.raw, str(self.contents.raw.get("model_type"))
+        activation = getattr(self.contents.stock.model.config, "hidden_act", "silu")
+        classes = raw.get("architectures") or [type(self.contents.stock.model).__name__]
+        if self.contents.dense_text and classes[0] in _ONLY_SILU and activation != "silu":
+            fix = "serve it with transformers"
+            self._add(REFUSES, f"its MLP of {family} takes only silu, and hidden_act is {activation!r}", fix=fix)
+        if raw.get("architectures"):
+            return
+        # `get_config` fills in transformers' class without a head, e.g. LlamaModel.
+        fix = "write the name of the model's class into architectures"
+        if self.server.name != "vLLM":
+            self._add(REFUSES, "the model's class is chosen by architectures", fix=fix, seen=False)
+        elif self.contents.dense_text and family in _WITHOUT_ARCHITECTURES:
+            self._add(OK, "the model's class is chosen by model_type", warns=True)
+        else:
+            reason = "without architectures it is taken for an embedding model, which generates nothing"
+            self._add(REFUSES, reason, fix=fix, seen=False)
+
+    def take_codes_for_integers(self) -> None:
+        """Add the event of FP8 codes under a config of integers of 8 bits (`CompressedTensorsW8A8Int8`)."""
+        fix = 'write "type": "float" and "format": "float-quantized"'
+        self._add(GARBAGE, "weights have type int: FP8 codes are copied into int8 parameters as numbers", fix=fix)
+
     # The parameters --------------------------------------------------------------------------------------------------
 
     def build(self, layout: Layout | None) -> None:
@@ -151,7 +194,7 @@ class _Loading:
         stock = self.contents.stock
         self.slots = {name: Slot(tuple(shape)) for name, shape in stock.shapes.items()}
         for name, first in stock.tied_on_disk.items():
-            if name in self.contents.tensors and self.server.unties:
+            if self.server.unties and (name in self.contents.tensors or self._unties_elsewhere(name)):
                 self.slots[name] = Slot(tuple(stock.shapes[first]))
         for parts in self.contents.matrices:
             self._build_matrix(parts)
@@ -226,10 +269,13 @@ class _Loading:
 
     def load(self) -> None:
         """Copy every tensor of the files into its parameter."""
-        if self.contents.others:
-            self._add(OK, f"files that transformers leaves out are read, too: {self.contents.others[0]}", warns=True)
-        for problem in self.contents.problems:
-            self._add(GARBAGE, problem)
+        files = self.contents.files
+        if self.only:
+            self._add(OK, f"only {self.only} is read, which transformers leaves out", warns=True, seen=False)
+        elif files.others:
+            self._add(OK, f"files that transformers leaves out are read, too: {files.others[0]}", warns=True)
+        for problem in files.problems:
+            self._add(problem.verdict, problem.reason, fix=problem.fix)
         for on_disk, tensor in self.contents.tensors.items():
             known = self.contents.names.get(on_disk, on_disk)
             if known != on_disk and self.contents.dense_text:
@@ -250,16 +296,26 @@ class _Loading:
         self._check_cut()
 
     def _fill_fused(self, name: str, tensor: FileTensor) -> bool:
-        """Whether a weight is a whole fused matrix, which vLLM loads, too."""
-        parent, _, leaf = name.removesuffix(".weight").rpartition(".")
+        """Whether a tensor belongs to a whole fused matrix, which vLLM splits: its weight, bias or scales, where one
+        scale of the whole matrix serves all parts."""
+        layer, _, suffix = name.rpartition(".")
+        parent, _, leaf = layer.rpartition(".")
         parts = next((parts for parts in _FUSED_PARTS if leaf == _FUSED_NAMES[parts[0]]), ())
-        names = [f"{parent}.{part}.weight" for part in parts]
+        names = [f"{parent}.{part}.{suffix}" for part in parts]
         slots = [self.slots[part] for part in names if part in self.slots]
-        if self.server.name != "vLLM" or not slots or self.layout is not None or len(slots) < len(parts):
+        if self.server.name != "vLLM" or not slots or len(slots) < len(parts):
             return False
-        if tensor.shape != (sum(slot.shape[0] for slot in slots), slots[0].shape[1]):
+        # Rows, and the scales of rows and blocks, are split by the parts' sizes (`_load_fused_module_from_checkpoint`).
+        if slots[0].shape:
+            wanted = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
+            if tensor.shape != wanted:
+                return False
+        elif not slots[0].takes(tensor.shape):
             return False
+        self._check_dtype(name, slots[0], tensor)
         self.filled |= set(names)
+        if self.layout is not None and self.layout.kind != "channel":
+            self._add(OK, f"{name!r} is split into its parts", warns=True, seen=False)
         return True
 
     def _unexpected(self, name: str) -> None:
@@ -337,10 +393,20 @@ class _Loading:
                 self._add(REFUSES, f"{name!r} is missing")
             elif slot.role == "values" and not self.contents.is_linear(name):
                 self._add(GARBAGE, f"{name!r} is missing and stays at ones, without a word")
+            elif name in self.contents.stock.tied_on_disk and self.contents.files.head is not None:
+                self._report_untied(*self.contents.files.head)
             else:
                 self._add(GARBAGE, f"{name!r} is missing and stays uninitialized, without a word")
         for parts in self.quantized:
             self._check_missing_scales(parts)
+
+    def _unties_elsewhere(self, name: str) -> bool:
+        """Whether a file holds the name of a tied head, which makes the server build the head, and is not read."""
+        return name.endswith("lm_head.weight") and self.contents.files.head is not None
+
+    def _report_untied(self, file: str, tensor: str) -> None:
+        reason = f"{tensor!r} in {file} unties the head, which no file that is read fills: it stays uninitialized"
+        self._add(GARBAGE, reason, fix=f"move {file} to a separate folder")
 
     def _is_stacked_apart(self, name: str) -> bool:
         """Whether a parameter of experts is on disk in its other form, stacked or one by one."""
@@ -367,9 +433,6 @@ class _Loading:
             return False
         tensors = [self.contents.tensors[name] for name in names[:-1]]
         return len({float(tensor.read().float().flatten()[0]) for tensor in tensors}) == 1
-
-
-_FUSED_PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def _fits_grid(parts: tuple[Linear, ...], rows: int) -> bool:
