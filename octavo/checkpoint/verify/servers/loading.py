@@ -176,7 +176,7 @@ class _Loading:
         if self.server.name != "vLLM":
             self._add(REFUSES, "the model's class is chosen by architectures", fix=fix, seen=False)
         elif self.contents.dense_text and family in _WITHOUT_ARCHITECTURES:
-            self._add(OK, "the model's class is chosen by model_type", warns=True)
+            self._add(OK, "the model's class is chosen by model_type", warns=True, seen=False)
         else:
             reason = "without architectures it is taken for an embedding model, which generates nothing"
             self._add(REFUSES, reason, fix=fix, seen=False)
