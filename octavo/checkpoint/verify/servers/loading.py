@@ -165,11 +165,12 @@ class _Loading:
         """Check the fields of config.json that a loader refuses, whatever the tensors are."""
         raw, family = self.contents.raw, str(self.contents.raw.get("model_type"))
         activation = getattr(self.contents.stock.model.config, "hidden_act", "silu")
-        classes = raw.get("architectures") or [type(self.contents.stock.model).__name__]
-        if self.contents.dense_text and classes[0] in _ONLY_SILU and activation != "silu":
+        named = raw.get("architectures")
+        model_class = named[0] if isinstance(named, list) and named else type(self.contents.stock.model).__name__
+        if self.contents.dense_text and model_class in _ONLY_SILU and activation != "silu":
             fix = "serve it with transformers"
             self._add(REFUSES, f"its MLP of {family} takes only silu, and hidden_act is {activation!r}", fix=fix)
-        if raw.get("architectures"):
+        if named:
             return
         # `get_config` fills in transformers' class without a head, e.g. LlamaModel.
         fix = "write the name of the model's class into architectures"
