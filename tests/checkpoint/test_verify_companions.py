@@ -129,6 +129,8 @@ FAULTS = {
         text("preprocessor_config.json", "["), "companion", "preprocessor_config.json", model="qwen3_vl"
     ),
     "generation settings": Fault(text(_GENERATION, "[1"), "generation-config-left-out", _GENERATION),
+    "generation settings with a mark": Fault(text(_GENERATION, "\ufeff{}"), "generation-config-left-out", _GENERATION),
+    "generation settings nested": Fault(text(_GENERATION, "[" * 100_000), "generation-config", _GENERATION),
     **{
         f"generation: {key}={value}": Fault(
             text(_GENERATION, json.dumps({key: value})), "generation-config", _GENERATION

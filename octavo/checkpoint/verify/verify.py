@@ -198,9 +198,11 @@ def _generation_finding(folder: Path) -> str:
     """The kind of a finding about generation_config.json: loaders leave the file out if it is not JSON, and fail or
     generate something else if its values are wrong."""
     with suppress(OSError, safe_read.Unreadable):  # a pipe, or missing
-        text = safe_read.read_bytes(folder / "generation_config.json")
+        content = safe_read.read_bytes(folder / "generation_config.json")
         try:
-            json.loads(text)
+            json.loads(content.decode())  # as transformers reads it: a byte order mark is no JSON
+        except RecursionError:  # which transformers does not catch
+            return "generation-config"
         except ValueError:
             return "generation-config-left-out"
     return "generation-config"
