@@ -266,3 +266,13 @@ def test_gaps_of_the_real_model_pair_seeds_and_windows() -> None:
     same = equal.summarize({"losses": [2.2, 2.2, 2.2]}, [2.0, 2.0, 2.0, 9.0])
     assert same["gap"] == pytest.approx(0.1) and same["error"] == pytest.approx(0.0) and same["windows"] == 3
     assert len(smollm2.LAYERS) == 20
+
+
+def test_another_machine_continues_the_statements_of_power(tmp_path: Path) -> None:
+    command = importlib.import_module("benchmarks.studies.__main__")
+    saved = [{"written": "before", "trained": 0, "designs": [{"units": 4}]}]
+    assert command._written(tmp_path / "a.json", saved, [{"units": 4}], 30) == saved
+    changed = command._written(tmp_path / "b.json", saved, [{"units": 5}], 30)
+    assert changed[:1] == saved and changed[1]["trained"] == 30 and changed[1]["designs"] == [{"units": 5}]
+    assert command._written(tmp_path / "b.json", [], [{"units": 5}], 31) == changed
+    assert command._saved("smollm2")[0]["trained"] == 30 and command._saved("no-such-study") == []

@@ -52,7 +52,7 @@ def main() -> int:
     with units.alone(home):
         planned = study.units(home)
         done = sum(units.read(home, unit, study.archive) is not None for unit in planned)
-        written = _written(home / f"power_{args.study}.json", estimates, done)
+        written = _written(home / f"power_{args.study}.json", _saved(args.study), estimates, done)
         print(f"{len(planned)} units in {home}", flush=True)
         log = functools.partial(print, flush=True)
         outcomes = units.train_all(home, planned, args.jobs, args.hours, log, study.archive)
@@ -71,12 +71,20 @@ def told(estimate: dict[str, Any]) -> str:
     )
 
 
-def _written(file: Path, estimates: list[dict[str, Any]], trained: int) -> list[dict[str, Any]]:
+def _saved(name: str) -> list[dict[str, Any]]:
+    """The estimates in the study's result file, which a machine without its folder continues."""
+    results = HERE.parent / "results" / f"study_{name}.json"
+    return json.loads(results.read_text(encoding="utf-8"))["power"] if results.exists() else []
+
+
+def _written(
+    file: Path, saved: list[dict[str, Any]], estimates: list[dict[str, Any]], trained: int
+) -> list[dict[str, Any]]:
     """The estimates as they were written, each with how many units were trained by then: the first before any was. A
-    design that was changed later has another one, and the page can tell."""
+    design that was changed later has another one, and the page can tell. A new folder begins with the saved ones."""
     from octavo.base import atomic_write
 
-    entries = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    entries = json.loads(file.read_text(encoding="utf-8")) if file.exists() else list(saved)
     if not entries or entries[-1]["designs"] != estimates:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         entries.append({"written": now, "trained": trained, "designs": estimates})
