@@ -305,8 +305,8 @@ def torch_import_seconds(model):
     ids=" ".join,
 )
 def test_commands_take_a_few_times_as_long_as_importing_torch(argv, model, torch_import_seconds):
-    """The limit is relative to the import of torch, which a busy machine slows equally. Transformers' import is 3 of it;
-    doctor imports torch twice, and a plan for a card counts six forwards without values."""
+    """The limit is relative to the import of torch, which a busy machine slows equally. Transformers' import takes 3
+    times as long; doctor imports torch twice, and a plan for a card counts six forwards without values."""
     limit = (5 if argv[0] == "generate" else 7) * torch_import_seconds
     assert any(run_cpu_seconds(["-m", "octavo", *argv], model) < limit for _ in range(3))
 
