@@ -1,5 +1,5 @@
-"""examples/smollm2: each file plans on the shape of SmolLM2-135M, its scripts do what they say, and with the model each
-trains two steps."""
+"""examples/smollm2: each file plans on the shape of SmolLM2-135M, its scripts do what they say, and each trains two
+steps, one on the whole model and the others on its first layers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from octavo.cli.main import main
 from octavo.config import load_config
 from tests.requirements_real import require
+from tests.server import folders
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "smollm2"
 FILES = sorted(EXAMPLES.glob("*.yaml"))
@@ -130,13 +131,20 @@ def short(path: Path) -> list[str]:
     return [*small, "train.steps=2", "train.warmup=1", "train.seq_length=128", "data.eval=[]", "run.eval_every=0"]
 
 
+@pytest.fixture(scope="module")
+def first_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers 0 to 11 of the model: 11 is the first with massive activations."""
+    return folders.cut(require("real"), tmp_path_factory.mktemp("cut") / "smollm2", 12)
+
+
 @pytest.mark.long
 @pytest.mark.real
 @pytest.mark.usefixtures("no_pages")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_an_example_trains_two_steps_of_the_model(path: Path, tmp_path: Path) -> None:
-    model = require("real")
-    data = model.with_name(f"{model.name}-data")
+def test_an_example_trains_two_steps_of_the_model(path: Path, first_layers: Path, tmp_path: Path) -> None:
+    whole = require("real")
+    data = whole.with_name(f"{whole.name}-data")
+    model = whole if path.stem == "sft" else first_layers
     name = Path(load_config(path).data.train[0].path).name
     if (script := EXAMPLES / f"make_{name.split('.')[0]}.py").exists():
         made = tmp_path / "data"
@@ -150,5 +158,6 @@ def test_an_example_trains_two_steps_of_the_model(path: Path, tmp_path: Path) ->
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in rows] == [1, 2] and all(one["loss"] is not None for one in rows)
     massive = rows[0]["massive_activations"]
-    assert sorted(massive) == ["model.layers.11.mlp.down_proj", "model.layers.28.mlp.down_proj"]
+    layers = (11, 28) if model == whole else (11,)
+    assert sorted(massive) == [f"model.layers.{layer}.mlp.down_proj" for layer in layers]
     assert json.loads((tmp_path / "run" / "proof.json").read_text())["share"] == 1

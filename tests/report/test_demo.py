@@ -1,4 +1,4 @@
-"""The demo's own parts: the embedded configuration, the question, the pictures. The whole demo is a long test."""
+"""The demo's own parts: the embedded configuration, the question, the pictures. cli/test_package.py runs a small demo."""
 
 from __future__ import annotations
 
@@ -98,36 +98,3 @@ def test_answers_are_saved_and_printed(interview: DemoAnswers, tmp_path: Path) -
     assert "First?" in out.getvalue() and "right" in out.getvalue()
     assert "(nothing)" in out.getvalue() and "wrong" in out.getvalue()
     assert "Computed with 168 FP8 GEMMs; saved as" in out.getvalue()
-
-
-@pytest.mark.long
-def test_small_demo_runs_end_to_end(tmp_path: Path, monkeypatch) -> None:
-    """Real digits, a real model, real runs of a few steps; the second run reads everything and trains nothing."""
-    from octavo import train
-    from octavo.data.builtin import digits
-
-    write = digits.write
-    monkeypatch.setattr(digits, "write", lambda directory, console=None: write(directory, train=64, test=16))
-    out = io.StringIO()
-    verdict = demo.run(tmp_path / "demo", steps=4, console=Console(file=out, width=200))
-    printed = out.getvalue()
-    assert (tmp_path / "demo" / "answer.png").is_file() and (tmp_path / "demo" / "report" / "report.html").is_file()
-    assert verdict.line in printed and "Computed with " in printed and " FP8 GEMMs; saved as" in printed
-    assert printed.count("report.html") == 1
-
-    fp8 = verdict.data["arms"][2]
-    assert fp8["proof"]["shares"]["image_encoder"] == fp8["proof"]["shares"]["foundation"] == 1.0
-    assert fp8["health"] and all(0.9 < layer["dw_cosine"] <= 1 for layer in fp8["health"])
-    assert verdict.data["arms"][0]["health"] == [] and fp8["eval"]["questions"] == 64
-    names = {check.name: check.status for check in verdict.checks}
-    for check in ("fp8_gemms", "same_data", "same_machine", "nan_codes", "sqnr_e4m3", "dw_cosine", "underflow"):
-        assert names[check] == "pass", check
-    json.loads((tmp_path / "demo" / "report" / "report.json").read_text())
-
-    def refuse(*_, **__):
-        raise AssertionError("trained again")
-
-    monkeypatch.setattr(train, "run", refuse)
-    assert demo.run(tmp_path / "demo", steps=4).line == verdict.line
-    with pytest.raises(ReportError, match=r"train\.steps was 4, is now 5"):
-        demo.run(tmp_path / "demo", steps=5)
