@@ -1,4 +1,4 @@
-"""Faults planted into real training are found: a layer with outliers, a GEMM with a wrong scale after 50 steps, and a
+"""Faults planted into real training are found: a layer with outliers, a GEMM with a wrong scale after 20 steps, and a
 broken backend.
 """
 
@@ -64,7 +64,7 @@ def test_layer_with_outliers_is_found(search, monkeypatch):
     assert answer.how == f"{FIRST} in rowwise"
 
 
-def test_fault_after_50_steps_is_found(search, monkeypatch):
+def test_fault_after_20_steps_is_found(search, monkeypatch):
     now, real = [0], (loop.lr_at, gemms.fwd)
 
     def lr_at(number, **settings):
@@ -73,13 +73,13 @@ def test_fault_after_50_steps_is_found(search, monkeypatch):
 
     def fwd(site, *rest):
         y, w_q = real[1](site, *rest)
-        bad = site.name == DOWN and site.recipe.fwd is not None and now[0] > 50
+        bad = site.name == DOWN and site.recipe.fwd is not None and now[0] > 20
         return (300 * y if bad else y), w_q
 
     monkeypatch.setattr(loop, "lr_at", lr_at)
     monkeypatch.setattr(gemms, "fwd", fwd)
-    answer = search("train.steps=64")
-    assert [candidate.words for candidate in answer.out] == [f"fwd of {DOWN}"] and answer.steps > 50
+    answer = search("train.steps=28")
+    assert [candidate.words for candidate in answer.out] == [f"fwd of {DOWN}"] and answer.steps > 20
 
 
 class Broken(ReferenceBackend):

@@ -412,10 +412,10 @@ def test_high_precision_is_compiled():
 
 @pytest.mark.long
 def test_inductor_computes_the_same_and_generates_nothing_in_fp8():
-    """One block per recipe; Inductor generates the code between them once."""
+    """Two recipes: operators are opaque to Inductor, and a minute of the C++ compiler went into blocks of all four."""
     from torch._inductor.utils import run_and_get_code
 
-    model = nn.Sequential(*(block(name) for name in RECIPES))
+    model = nn.Sequential(*(block(name) for name in ("blockwise", "mxfp8")))
     x = torch.randn(9, 32)
     want = results(model, model, x)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
