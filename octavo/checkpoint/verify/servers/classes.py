@@ -31,16 +31,17 @@ def find_other_class(contents: Contents) -> str | None:
     """Return the class that servers build if it belongs to another family than `model_type`, or None."""
     named = contents.raw.get("architectures")
     name, config = named[0] if isinstance(named, list) and named else None, type(contents.stock.model.config)
-    own = type(contents.stock.model).__name__
-    if not isinstance(name, str) or is_custom(config.model_type) or {name, own} <= set(_SAME_COMPUTATION):
+    if not isinstance(name, str) or is_custom(config.model_type):
+        return None
+    if {name, type(contents.stock.model).__name__} <= set(_SAME_COMPUTATION):
         return None
     return None if _is_of_family(name, config) else name
 
 
 def judge_other_class(contents: Contents, server: str, name: str, quantized: bool) -> str:
     """Return the verdict of a server about a dense model under the name of a class of another family."""
-    own = type(contents.stock.model).__name__
-    if not contents.dense_text or name not in LOADED_CLASSES or own not in LOADED_CLASSES:
+    pair = {name, type(contents.stock.model).__name__}
+    if not contents.dense_text or not pair <= set(LOADED_CLASSES):
         return UNKNOWN
     norms_on_disk = any(tensor.endswith(".q_norm.weight") for tensor in contents.tensors)
     if server != "vLLM" or norms_on_disk == (name == _WITH_NORMS):
