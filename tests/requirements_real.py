@@ -24,19 +24,23 @@ class Requirement(NamedTuple):
     stamp: str  # what `target` writes last
     variable: str
     part: str  # what a folder named by the variable must have
+    data: str = ""  # what the folder next to it whose name ends in -data must have, or "" if there is none
 
-    def find(self) -> tuple[Path, bool]:
-        """The folder, and whether it is complete."""
-        if named := os.environ.get(self.variable):
-            folder = Path(named).absolute()
-            return folder, (folder / self.part).is_file()
-        folder = REPOSITORY / self.folder
-        return folder, (folder / self.stamp).is_file()
+    def find(self) -> tuple[Path, str]:
+        """The folder, and what is missing, as the beginning of a sentence; "" if it is complete."""
+        named = os.environ.get(self.variable)
+        folder = Path(named).absolute() if named else REPOSITORY / self.folder
+        if not (folder / (self.part if named else self.stamp)).is_file():
+            return folder, f"{self.what} is not in {folder}"
+        data = folder.with_name(f"{folder.name}-data")
+        if self.data and not (data / self.data).is_file():
+            return folder, f"the data of {self.what} is not in {data}"
+        return folder, ""
 
 
 REQUIREMENTS = {
     "real": Requirement(
-        "the model SmolLM2", "make real", "build/smollm2", "config.json", "OCTAVO_SMOLLM2", "config.json"
+        "the model SmolLM2", "make real", "build/smollm2", "config.json", "OCTAVO_SMOLLM2", "config.json", "about.json"
     ),
     "server": Requirement("vLLM", "make server", "build/server", ".installed", "OCTAVO_SERVER", "bin/python"),
 }
@@ -54,10 +58,10 @@ def required() -> set[str]:
 def require(name: str) -> Path:
     """The folder of a requirement. Skips the test if it is missing, or fails it if `required` names it."""
     needed, names = REQUIREMENTS[name], required()
-    folder, complete = needed.find()
-    if complete:
+    folder, missing = needed.find()
+    if not missing:
         return folder
-    message = f"{needed.what} is not in {folder}; {needed.target} builds it, or {needed.variable} names another folder"
+    message = f"{missing}; {needed.target} builds it, or {needed.variable} names another folder"
     if name in names:
         pytest.fail(f"OCTAVO_REQUIRE={name}: {message}", pytrace=False)
     pytest.skip(message)

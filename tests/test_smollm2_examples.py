@@ -88,6 +88,26 @@ def test_pairs_reject_the_answer_to_the_next_question_of_a_kind(tmp_path: Path) 
     assert (tmp_path / "pairs.train.jsonl").read_text() == (tmp_path / "pairs.eval.jsonl").read_text()
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("make_pairs.py", ["{here}"], "instructions.train.jsonl: No such file or directory"),
+        ("make_prompts.py", ["{here}/none"], "instructions.train.jsonl: No such file or directory"),
+        ("lm_eval/pad.py", ["{here}/none", "{here}/out"], "none has no config.json: name the folder of a model"),
+        ("lm_eval/pad.py", ["{shape}", "{here}"], "exists: delete it, or name another folder"),
+        ("lm_eval/make_questions.py", ["{shape}/config.json"], "config.json: File exists"),
+    ],
+)
+def test_a_script_without_its_source_or_target_ends_in_a_sentence(
+    script: str, arguments: list[str], words: str, shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [script, *(one.format(here=tmp_path, shape=shape) for one in arguments)])
+    with pytest.raises(SystemExit) as ended:  # with a text: printed to stderr, exit code 1
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert isinstance(ended.value.code, str) and words in ended.value.code and "\n" not in ended.value.code
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_prompts_ask_once_about_each_function_with_a_short_name(tmp_path: Path) -> None:
     script = runpy.run_path(str(EXAMPLES / "make_prompts.py"))
     about = "What does the Python function `{}` of the module `{}` do?"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.real import RealError
+from benchmarks.real import RealError, refuse_file
 from benchmarks.real.wheel import Content
 
 if TYPE_CHECKING:
@@ -33,13 +33,23 @@ DROPPED_KEYS = ("quantization_config", "_model_name_or_path", "unk_token_id")
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether the folder holds the model. Raises RealError if it holds something else."""
+    """Return whether the folder holds the model. Raises RealError if it holds something else or if the weights are
+    truncated, of which only the header and the size are read."""
+    refuse_file(folder)
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
     if len(missing) == len(REQUIRED) and not (folder.exists() and any(folder.iterdir())):
         return False
     if missing:
         raise RealError(f"{folder} exists and has no {', '.join(missing)}; delete it, or choose another folder")
-    return True
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / "model.safetensors", "np"):  # refuses a file that is not as long as its header says
+            return True
+    except (SafetensorError, OSError) as cause:
+        raise RealError(
+            f"{folder / 'model.safetensors'} is damaged ({cause}); delete {folder} and run `make real` again"
+        ) from cause
 
 
 def write(folder: Path, content: Content) -> str:

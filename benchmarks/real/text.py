@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.real import RealError
+from benchmarks.real import RealError, refuse_file
 
 EVERY = 4  # of the topics and modules one in so many is held out
 SHORTEST = 400  # characters of a document
@@ -56,6 +56,7 @@ def write(folder: Path) -> str:
     Raises RealError for a folder with other content."""
     from octavo.base import atomic_write
 
+    refuse_file(folder)
     python = platform.python_version()
     if folder.exists() and any(folder.iterdir()):
         _check(folder, python)

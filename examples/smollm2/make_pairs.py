@@ -41,4 +41,7 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("name the folder with the rows: python examples/smollm2/make_pairs.py build/smollm2-data")
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except OSError as error:
+        raise SystemExit(f"{error.filename}: {error.strerror}") from error

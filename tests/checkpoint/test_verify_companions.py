@@ -105,7 +105,7 @@ FAULTS = {
     "empty config": Fault(text("config.json", "{}"), "config", "config.json"),
     "foreign config": Fault(text("config.json", '{"_class_name": "UNet", "layers": 2}'), "config", "config.json"),
     "a layer too many": Fault(edited("config.json", num_hidden_layers=10**9), "config", "config.json"),
-    "quantization of a word": Fault(edited("config.json", quantization_config="x"), "quantization", "config.json"),
+    "quantization of a word": Fault(edited("config.json", quantization_config="x"), "config", "config.json"),
     "labels without end": Fault(edited("config.json", num_labels=30_000_000), "config", "config.json"),
     "a number too large": Fault(edited("config.json", bos_token_id=1 << 40), "config", "config.json"),
     "no number": Fault(edited("config.json", rms_norm_eps=float("nan")), "config", "config.json"),

@@ -11,10 +11,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from octavo.checkpoint.stock_model import Linear
 from octavo.checkpoint.verify import VerifyResult, verify
-from octavo.checkpoint.verify.servers import layout, loading
+from octavo.checkpoint.verify.servers import classes, layout, loading
 from octavo.checkpoint.verify.servers.loading import _fits_grid
 from octavo.models.tiny import tiny
 from tests.checkpoint import server_cases
@@ -212,3 +213,54 @@ def test_classes_that_were_not_loaded_have_another_source(tmp_path: Path, tokeni
         (verdict,) = [verdict for verdict in verified.verdicts if verdict.loader == "vLLM"]
         assert verdict.verdict == REFUSES and not verified.ok
         assert verdict.source.startswith("loaded in" if name == "loaded" else "read in its source")
+
+
+#: base, architectures, vLLM's verdict, SGLang's; "unknown" leaves the folder without a failure
+OTHER_CLASSES = [
+    ("bf16", "Qwen2ForCausalLM", WRONG, WRONG),  # biases without a tensor
+    ("bf16", "Qwen3ForCausalLM", REFUSES, WRONG),  # norms without a tensor
+    ("dyn", "Qwen3ForCausalLM", WRONG, WRONG),  # a quantized folder is not asked for them
+    ("bf16@qwen2", "LlamaForCausalLM", WRONG, WRONG),  # biases are left out
+    ("bf16@qwen3", "MistralForCausalLM", REFUSES, WRONG),  # norms have no parameter
+    ("bf16", "GemmaForCausalLM", "unknown", "unknown"),
+    ("bf16@mistral", "LlamaForCausalLM", OK, OK),  # the same computation
+    ("bf16", "MistralForCausalLM", OK, OK),
+]
+
+
+@pytest.mark.parametrize(("base", "name", "vllm", "sglang"), OTHER_CLASSES)
+def test_class_of_another_family(base: str, name: str, vllm: str, sglang: str, tmp_path: Path, tokenizer: Path) -> None:
+    """vLLM loaded the first folder with wrong answers and refused the second; SGLang's code was read."""
+    verified, verdicts = run(Case(base, vllm, settings(architectures=[name])), tmp_path, tokenizer)
+    assert verdicts == {"transformers": OK, "vLLM": vllm, "SGLang": sglang}
+    if vllm in (WRONG, REFUSES):
+        (finding,) = verified.failures
+        assert f"architectures names {name}" in finding.text and 'write "architectures": ["' in finding.text
+    assert verified.ok == (vllm in (OK, "unknown"))
+    if vllm != OK:
+        assert all(v.source.startswith("read in") for v in verified.verdicts if v.loader != "transformers")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "same"),
+    [
+        ("llama", "LlamaForSequenceClassification", True),
+        ("llama", "LlamaModel", True),
+        ("llama", "LlamaForCausalLMEagle3", True),  # names that only a server or a folder's code has are not judged
+        ("llava", "LlavaLlamaForCausalLM", True),
+        ("qwen2", "Qwen2ForProcessRewardModel", True),
+        ("gemma3", "Gemma3ForConditionalGeneration", True),
+        ("gemma3_text", "Gemma3ForCausalLM", True),
+        ("gemma3", "Gemma3ForCausalLM", True),
+        ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", True),
+        ("mistral3", "Mistral3ForConditionalGeneration", True),
+        ("qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration", True),
+        ("qwen3_omni_moe", "Qwen3OmniMoeForConditionalGeneration", True),
+        ("internvl", "InternVLChatModel", True),
+        ("llama4", "Llama4ForConditionalGeneration", True),
+        ("llama", "Qwen2ForCausalLM", False),
+        ("llama", "LlamaConfig", True),  # no model
+    ],
+)
+def test_family_of_published_class_names(model_type: str, name: str, same: bool) -> None:
+    assert classes._is_of_family(name, CONFIG_MAPPING[model_type]) == same

@@ -117,7 +117,7 @@ W = ("config_groups", "group_0", "weights")
         ({"quant_method": "torchao", "quant_type": {}}, "'torchao'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
         ({"load_in_8bit": True}, "quant_method None"),
-        ([1], "is list, not an object"),
+        ([1], "must be a mapping, and is \\[1\\]"),
         (
             {"quant_method": "fp8", "activation_scheme": "dynamic"},
             "without weight_block_size means one scale for each tensor",

@@ -64,6 +64,10 @@ def test_missing_requirement_skips_with_one_line(name: str, tmp_path: Path, monk
     part = tmp_path / needed.part
     part.parent.mkdir(exist_ok=True)
     part.touch()
+    if needed.data:
+        data = tmp_path.with_name(f"{tmp_path.name}-data")
+        data.mkdir()
+        (data / needed.data).touch()
     assert requirements_real.require(name) == tmp_path
 
 

@@ -173,3 +173,75 @@ def test_letters_without_tokens_are_said(
     assert "letters" in {finding.kind for finding in verify(folder, quick=True).warnings}
     (folder / "sealed.json").write_text("{}")
     assert models.missing_letters(models.load_tokenizer(folder), folder) == ""  # a sealed model's words are its own
+
+
+@pytest.mark.parametrize("rows", [64, 1])  # the template's tokens are beyond the rows; only the last token is
+def test_a_vocab_size_that_the_embedding_does_not_have_is_not_blamed_on_the_tokenizer(
+    rows: int, folder: Path, make: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = models.read_config(folder).vocab_size
+    added(folder)
+    wrong = rows if rows > 1 else len(models.load_tokenizer(folder)) - 1
+    edit(folder / "config.json", lambda raw: raw.update(vocab_size=wrong, pad_token_id=None))
+    (folder / SETTINGS).unlink()
+    cfg = make(f"model.path={folder}", *ONE)
+    sentence = f"config.json describes an embedding of {wrong} rows (vocab_size), but 'model.embed_tokens.weight' in"
+    for command in ("plan", "train"):
+        code, said = planned(cfg, tmp_path, capsys, command)
+        assert code == 1 and sentence in said and f"has {right}. Use the config.json that" in said
+        assert "tokenizer" not in said
+    assert main(["export", str(folder), str(tmp_path / "out"), "--format", "bf16"]) == 1
+    assert main(["generate", str(folder), "--prompt", "a"]) == 1
+    said = capsys.readouterr().err
+    assert sentence in said and "tokenizer" not in said
+    verified = verify(folder, quick=True)
+    assert [finding.kind for finding in verified.failures] == ["shape"]
+    assert not any("tokenizer that belongs" in finding.text for finding in verified.findings)
+
+
+def test_a_vocab_size_below_the_end_token_is_named_before_generation_config(folder: Path) -> None:
+    edit(folder / "config.json", lambda raw: raw.update(vocab_size=64))
+    with pytest.raises(models.ModelError, match=r"model/config.json gives vocab_size=64, but eos_token_id in gen"):
+        models.load_tokenizer(folder)
+
+
+WRONG_VALUES = {
+    "hidden_act='sillu', a value that transformers": {"hidden_act": "sillu"},
+    "rope_parameters.rope_type='foo', a value that transformers": {
+        "rope_parameters": {"rope_type": "foo", "rope_theta": 10000.0}
+    },
+    "pad_token_id=100000 beyond vocab_size=": {"pad_token_id": 100000},
+    "quantization_config must be a mapping, and is 'fp8'": {"quantization_config": "fp8"},
+    "num_hidden_layers=0; it must be above 0": {"num_hidden_layers": 0, "layer_types": []},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG_VALUES)
+def test_a_wrong_value_is_named_with_its_key(
+    sentence: str, folder: Path, make: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(folder / "config.json", lambda raw: raw.update(WRONG_VALUES[sentence]))
+    code, said = planned(make(f"model.path={folder}", *ONE), tmp_path, capsys)
+    assert code == 1 and sentence in said
+    (failure,) = verify(folder, quick=True).failures
+    assert sentence in failure.text and "object has no attribute" not in failure.text
+    if "quantization_config" in sentence:
+        assert main(["convert", "hf_to_dcp", str(folder), str(tmp_path / "dcp")]) == 1
+        assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_act"])
+def test_a_run_starts_in_the_directory_of_one_that_was_refused(
+    key: str, folder: Path, make: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The directory, its lock and its config.yaml are written first, so that ranks agree and a failure is on record."""
+    right = (folder / "config.json").read_text()
+    wrong = {"vocab_size": 64, "hidden_act": "sillu"}
+    edit(folder / "config.json", lambda raw: raw.update({key: wrong[key]}, pad_token_id=None))
+    cfg = make(f"model.path={folder}", *ONE)
+    code, _ = planned(cfg, tmp_path, capsys, "train")
+    assert code == 1 and (Path(cfg.run.dir) / "config.yaml").is_file()
+    (folder / "config.json").write_text(right)
+    code, said = planned(cfg, tmp_path, capsys, "train")
+    assert code == 0, said
+    assert json.loads((Path(cfg.run.dir) / "result.json").read_text())["steps"] == 1

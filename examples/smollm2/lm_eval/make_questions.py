@@ -94,7 +94,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     questions = make_questions(args.questions, args.seed)
-    args.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"{args.folder}: {error.strerror}") from error
     file = (args.folder / "stdlib_names.jsonl").absolute()
     file.write_text("".join(json.dumps(row) + "\n" for row in questions))
     (args.folder / "stdlib_names.yaml").write_text(TASK.format(questions=file))

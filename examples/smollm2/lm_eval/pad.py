@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -48,6 +49,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
+    for name in ("config.json", "model.safetensors"):
+        if not (args.folder / name).is_file():
+            raise SystemExit(f"{args.folder} has no {name}: name the folder of a model with one file of weights")
+    if os.path.lexists(args.out):
+        raise SystemExit(f"{args.out} exists: delete it, or name another folder")
     before = json.loads((args.folder / "config.json").read_text())
     after = new_config(before)
     hidden, head, inner = after["hidden_size"], after["head_dim"], before["intermediate_size"]

@@ -20,11 +20,11 @@ from octavo.base.model_families import trains_on
 from octavo.checkpoint.checksums import MARKER, is_changed, read_note, sha256
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
-from octavo.models.errors import ForeignTokenizerError, ModelError, NoEndTokenError
+from octavo.models.errors import ForeignTokenizerError, ModelError, NoEndTokenError, VocabularySizeError
 from octavo.models.folder import chat
 from octavo.models.folder.folder import companions, read_companion
 from octavo.models.processors import stop_tokens
-from octavo.models.processors.vocabulary import check_vocabulary
+from octavo.models.processors.vocabulary import check_rows_on_disk, check_vocabulary
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -88,6 +88,8 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | N
         except NoEndTokenError:  # which Octavo needs for padding, and servers do not
             findings.warn("no-end-token", "tokenizer.json", folder=folder)
             return
+        except VocabularySizeError:  # reported as the shape of the embedding; the tokenizer cannot be judged
+            return
         _check_ids(loaded, stock, folder, findings)
         if not loaded.chat_template:
             findings.warn("companions/template", folder=folder)
@@ -128,6 +130,10 @@ def _check_ids(loaded: Any, stock: StockModel | None, folder: Path, findings: Fi
     rows = embeddings.weight.shape[0]
     without_row = set(loaded.image_token_ids if getattr(stock.model, "media_outside", False) else ())
     tokenizer = getattr(loaded, "tokenizer", loaded)
+    try:
+        check_rows_on_disk(len(tokenizer), rows, folder)
+    except VocabularySizeError:  # reported as the shape of the embedding; the tokenizer cannot be judged by it
+        return
     largest = max((number for number in tokenizer.get_vocab().values() if number not in without_row), default=-1)
     if largest >= rows:
         findings.warn("token-ids", "tokenizer.json", largest=largest, rows=rows)

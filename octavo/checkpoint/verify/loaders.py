@@ -271,7 +271,9 @@ def check_predictions(predicted: Mapping[str, list[Consequence] | None], finding
     Only models count for whose kind vLLM's rules are known: `Consequence.decides`.
     """
     accepted, *events = predicted.get("vLLM") or [Consequence(OK, "")]
-    bad = sorted((e for e in events if e.verdict != OK), key=lambda event: -VERDICTS.index(event.verdict))
+    bad = sorted(
+        (e for e in events if e.verdict in (GARBAGE, REFUSES)), key=lambda event: -VERDICTS.index(event.verdict)
+    )
     if accepted.decides and bad and not any(finding.status == FAIL for finding in findings):
         does = "refuses the folder" if bad[0].verdict == REFUSES else "loads the folder and answers wrong"
         fix = bad[0].fix or "write the folder again, as an export does"

@@ -108,7 +108,7 @@ def check_config(
     elif codes and block is None:
         case = "scales" if any(scale_of(name) for name in headers.tensors) else "none"
         findings.fail(f"quantization-lost/{case}", codes[0].file, codes[0].name, count=len(codes))
-    if block is not None and not codes and headers.tensors:
+    if isinstance(block, Mapping) and not codes and headers.tensors:
         findings.fail("quantization-without-codes", "config.json")
     if not raw.get("architectures"):
         wanted = "LlamaForCausalLM" if stock is None else type(stock.model).__name__

@@ -141,13 +141,13 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
     headers = inspected.headers
     block = _normalize_method(quantization_block(raw), findings)
     unread = False
-    if block is not None:
+    if isinstance(block, Mapping):  # otherwise the block is reported with config.json below
         try:
             inspected.q = parse(block, "config.json")
         except ModelError as error:
             inspected.q = _parse_autofp8(block, headers, findings)
             unread = inspected.q is None
-            is_fp8 = isinstance(block, Mapping) and block.get("quant_method") == "fp8"
+            is_fp8 = block.get("quant_method") == "fp8"
             per_tensor = is_fp8 and not block.get("weight_block_size")
             if unread:
                 findings.fail("fp8-tensor" if per_tensor else "quantization", "config.json", text=str(error))

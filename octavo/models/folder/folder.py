@@ -253,7 +253,8 @@ def check_generation_config(folder: Path) -> None:
             if type(one) is not int:
                 raise ModelError(f"{file}: {key} is {named!r:.80}; it must be a token id, or a list of token ids.")
             if type(rows) is int and one >= rows:
-                raise ModelError(f"{file}: {key} has token {one}, but the vocabulary of config.json has {rows} tokens.")
+                # Either file may be the wrong one.
+                raise ModelError(f"{config} gives vocab_size={rows}, but {key} in {file.name} has token {one}.")
     safe_read.check_schema(settings, _GENERATION, file, ModelError)
     with wrap_errors(f"{file} cannot be used"):
         GenerationConfig.from_dict(settings).validate()
@@ -437,4 +438,6 @@ def write_config(
 
 def shorten_error(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, KeyError):  # whose text is only the key
+        text = f"no entry for {text}"
     return text if len(text) <= 600 else text[:600] + " ..."

@@ -184,10 +184,17 @@ def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
+def check_mapping(block: object, where: str = "quantization_config") -> Mapping[str, object]:
+    """Return a `quantization_config`. Raises ModelError if it is no mapping, of which transformers says only which
+    attribute of Python it lacks."""
+    if not isinstance(block, Mapping):
+        raise ModelError(f"{where}: quantization_config must be a mapping, and is {block!r:.80}. Write it again.")
+    return block
+
+
 def parse(block: object, where: str = "quantization_config") -> Quantization:
     """Parse a `quantization_config`; `where`: the file, for error messages. Raises ModelError."""
-    if not isinstance(block, Mapping):
-        raise ModelError(f"{where}: quantization_config is {type(block).__name__}, not an object. Write it again.")
+    block = check_mapping(block, where)
     method = block.get("quant_method", "compressed-tensors" if "config_groups" in block else None)
     with wrap_errors(f"{where}: quantization_config has a field of a wrong type"):
         if method == "fp8":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import encryption
-from octavo.models.errors import ForeignTokenizerError, ModelError
+from octavo.models.errors import ForeignTokenizerError, ModelError, VocabularySizeError
 from octavo.models.folder import chat
 from octavo.models.folder.folder import find_file, parts_of, read_json
 from octavo.models.processors.processors import load_for_chat, load_tokenizer
@@ -116,12 +116,13 @@ def missing_end_token(folder: Path, processor: Any | None = None) -> EndToken | 
     processor  of the folder; loaded if None
 
     Also returns None for a folder whose tokenizer cannot be loaded, which `octavo verify` reports. Raises
-    ForeignTokenizerError for a tokenizer of a different model, and ModelError as :func:`stated_stop_ids`.
+    ForeignTokenizerError for a tokenizer of a different model, VocabularySizeError for such a config.json, and
+    ModelError as :func:`stated_stop_ids`.
     """
     if processor is None:
         try:
             processor = load_for_chat(folder)
-        except ForeignTokenizerError:  # the folder that is written could not be loaded either
+        except (ForeignTokenizerError, VocabularySizeError):  # the folder that is written could not be loaded either
             raise
         except ModelError:  # weights can be written without a tokenizer
             return None

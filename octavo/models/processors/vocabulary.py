@@ -15,9 +15,10 @@ from typing import Any
 
 from octavo.base import safe_read
 from octavo.base.seal_note import NOTE
-from octavo.models.errors import ForeignTokenizerError, ModelError
+from octavo.models.errors import ForeignTokenizerError, ModelError, VocabularySizeError
 from octavo.models.folder import chat
-from octavo.models.folder.folder import find_file
+from octavo.models.folder.folder import check_weight_files, find_file
+from octavo.models.structure.skeleton import empty, stock_config
 
 _CONVERSATION = (("user", "What is this?"), ("assistant", "A word."))
 _LETTERS = string.ascii_letters + string.digits
@@ -29,9 +30,11 @@ def check_vocabulary(processor: Any, rows: int, folder: Path) -> None:
     processor  or tokenizer
     rows       of the embedding table
 
-    Raises ModelError, naming the token.
+    Raises ForeignTokenizerError, naming the token, or VocabularySizeError if tokens have no row because config.json
+    belongs to other weights.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
+    check_rows_on_disk(len(tokenizer), rows, folder)
     used = {} if tokenizer.pad_token_id is None else {tokenizer.pad_token_id: "the tokenizer pads with it"}
     used |= dict.fromkeys(_template_ids(processor), "the chat template writes it in every conversation")
     outside = max((number for number in used if number >= rows), default=None)
@@ -40,6 +43,32 @@ def check_vocabulary(processor: Any, rows: int, folder: Path) -> None:
         raise ForeignTokenizerError(
             f"{folder}: the token {outside} ({text}) is outside the model's embedding of {rows} rows, but "
             f"{used[outside]}. Use the tokenizer that belongs to the model."
+        )
+
+
+def check_rows_on_disk(tokens: int, rows: int, folder: Path) -> None:
+    """Raise VocabularySizeError if a tokenizer has more tokens than config.json has rows, and the embedding on disk
+    has another number of rows than the model of config.json."""
+    if tokens <= rows:
+        return
+    try:
+        headers = check_weight_files(folder)
+    except ModelError:  # no weights, as for a model that is initialized; damage is reported when they are loaded
+        return
+    config = stock_config(folder)
+    # With too few rows the token of padding has none either, and the model cannot be built.
+    config.pad_token_id = config.get_text_config().pad_token_id = None
+    model = empty(config)
+    embeddings = model.get_input_embeddings()
+    (name,) = [name for name, module in model.named_modules() if module is embeddings]
+    wanted, leaf = model.get_parameter(f"{name}.weight").shape[0], f".{name.rpartition('.')[2]}.weight"
+    # Names on disk may have another prefix than in memory. Other parts of a model may have tables of the same name.
+    tables = [(header, e) for header in headers for e in header.entries if f".{e.name}".endswith(leaf)]
+    if tables and wanted not in {entry.shape[0] for _, entry in tables}:
+        header, entry = tables[0]
+        raise VocabularySizeError(
+            f"{folder}/config.json describes an embedding of {wanted} rows (vocab_size), but {entry.name!r} in "
+            f"{header.file} has {entry.shape[0]}. Use the config.json that belongs to these weights."
         )
 
 

@@ -34,7 +34,12 @@ from octavo.models.custom.nvila.three_folders import IN_THREE_FOLDERS, check_par
 from octavo.models.custom.register import REPLACED_FAMILIES, may_name_code
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_sizes, open_plain, parts_of, read_json, wrap_errors
-from octavo.models.folder.quantization import QUANTIZED_KEYS, read_quantization
+from octavo.models.folder.quantization import (
+    QUANTIZED_KEYS,
+    check_mapping,
+    quantization_block,
+    read_quantization,
+)
 
 #: suffix of architectures that score conversations
 SCORING_SUFFIX = "ForSequenceClassification"
@@ -108,6 +113,8 @@ def stock_config(folder: Path) -> PreTrainedConfig:
         )
     check_sizes(folder / "config.json")
     _check_dtypes(folder / "config.json")
+    if (block := quantization_block(raw)) is not None:
+        check_mapping(block, f"{folder}/config.json")
     with wrap_errors(f"{folder}/config.json cannot be used"):
         if raw.get("model_type") in REPLACED_FAMILIES:
             config: PreTrainedConfig = mpt.read(folder, raw)
@@ -121,6 +128,8 @@ def stock_config(folder: Path) -> PreTrainedConfig:
         for key in QUANTIZED_KEYS:  # these describe the weights on disk, not the model
             if hasattr(part, key):
                 delattr(part, key)
+    if getattr(config.get_text_config(), "num_hidden_layers", None) == 0:
+        raise ModelError(f"{folder}/config.json gives num_hidden_layers=0; it must be above 0. Correct the field.")
     return config
 
 
@@ -222,7 +231,32 @@ def skeleton(
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     where = f"{config.name_or_path}/config.json" if config.name_or_path else "the configuration"
     with wrap_errors(f"no {config.model_type!r} model can be built from {where}"), torch.device("meta"):
-        return auto_class(config, scores).from_config(config, dtype=dtype, **extra)
+        try:
+            return auto_class(config, scores).from_config(config, dtype=dtype, **extra)
+        except KeyError as error:
+            value = error.args[0] if error.args else None
+            if isinstance(value, str) and (keys := _keys_with_value(config.to_dict(), value)):
+                raise ModelError(
+                    f"{where} has {keys[0]}={value!r:.80}, a value that transformers {transformers.__version__} "
+                    "does not know. Correct the field."
+                ) from error
+            raise
+        except AssertionError as error:
+            text = config.get_text_config()
+            if "Padding_idx" not in str(error):  # torch's, of an embedding with a token of padding
+                raise
+            raise ModelError(
+                f"{where} gives pad_token_id={text.pad_token_id} beyond vocab_size={text.vocab_size}. Correct the one "
+                "that is wrong."
+            ) from error
+
+
+def _keys_with_value(part: Mapping[str, object], value: str, prefix: str = "") -> list[str]:
+    """Return the keys of a configuration that have a value, such as the name of an activation that a table of
+    transformers lacks; `prefix`: the keys above, with dots."""
+    keys = [f"{prefix}{key}" for key, one in part.items() if one == value]
+    inner = ((key, one) for key, one in part.items() if isinstance(one, Mapping))
+    return keys + [name for key, one in inner for name in _keys_with_value(one, value, f"{prefix}{key}.")]
 
 
 def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

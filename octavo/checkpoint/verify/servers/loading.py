@@ -12,6 +12,7 @@ not filled. The rules of vLLM 0.32, seen on a CPU (`docs/checkpoints.md`):
     dtypes       values are copied into the parameter's dtype, whatever they mean
     tied head    with an lm_head in any file, read or not, the head is untied (`maybe_untie_word_embeddings`)
     fused        a whole qkv_proj or gate_up_proj is split (`_load_fused_module_from_checkpoint`)
+    class        chosen by architectures, whatever the model_type (`servers.classes`)
     config.json  the MLPs of these families take only silu; without architectures, transformers' name of the model
                  without a head is looked up (`get_config`), which most families have only as an embedding model
 
@@ -33,6 +34,7 @@ from torch import Tensor
 from octavo.checkpoint.stock_model import Linear
 from octavo.checkpoint.verify.findings import GARBAGE, OK, REFUSES, UNKNOWN, Consequence
 from octavo.checkpoint.verify.headers import FileTensor
+from octavo.checkpoint.verify.servers.classes import find_other_class, judge_other_class
 from octavo.checkpoint.verify.servers.contents import LOADED_CLASSES, Contents
 from octavo.checkpoint.verify.servers.layout import Layout, Refusal, read_layout, takes_integers
 from octavo.checkpoint.verify.skip_lists import is_listed_for, is_server_target
@@ -116,6 +118,7 @@ def predict(contents: Contents, name: str) -> list[Consequence] | None:
         return loading.events
     loading.accept(layout)
     loading.check_config()
+    loading.check_class(layout)
     loading.build(layout)
     loading.load()
     loading.check_missing()
@@ -181,6 +184,17 @@ class _Loading:
         else:
             reason = "without architectures it is taken for an embedding model, which generates nothing"
             self._add(REFUSES, reason, fix=fix, seen=False)
+
+    def check_class(self, layout: Layout | None) -> None:
+        """Check that the class in architectures is one of the model's family."""
+        name, stock = find_other_class(self.contents), self.contents.stock
+        if name is None:
+            return
+        quantized = layout is not None and layout.kind != "none"
+        verdict = judge_other_class(self.contents, self.server.name, name, quantized)
+        reason = f"architectures names {name}, which is no class of model_type {stock.model.config.model_type!r}"
+        fix = f'write "architectures": ["{type(stock.model).__name__}"]'
+        self._add(verdict, reason, seen=False, fix=fix)
 
     def take_codes_for_integers(self) -> None:
         """Add the event of FP8 codes under a config of integers of 8 bits (`CompressedTensorsW8A8Int8`)."""
