@@ -313,6 +313,8 @@ CONFIGS = {
     "bf16-groups-none": Case("bf16", OK, settings(quantization_config=_NO_GROUPS)),
     "bf16-act-gelu": Case("bf16", REFUSES, settings(hidden_act="gelu")),
     "bf16-no-architectures": Case("bf16", OK, lambda _, raw: raw.pop("architectures")),
+    "bf16-class-of-qwen2": Case("bf16", WRONG, settings(architectures=["Qwen2ForCausalLM"])),
+    "bf16-class-of-qwen3": Case("bf16", REFUSES, settings(architectures=["Qwen3ForCausalLM"])),
     "dyn-type-int": Case("dyn", WRONG, q(_make_integers)),
     "auto-static": Case("auto", WRONG, q(lambda block: block.update(activation_scheme="static"))),
     "autostatic-dynamic": Case("autostatic", REFUSES, q(lambda block: block.update(activation_scheme="dynamic"))),
