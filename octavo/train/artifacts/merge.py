@@ -35,6 +35,7 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import ExportResult, Progress, check_target, export
 from octavo.checkpoint.export.formats import FP8
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
+from octavo.models.weights.ties import is_untied
 from octavo.train.artifacts.export import choose_target_format
 from octavo.train.artifacts.load_target import HIGH, OpenedTarget, Target, inspect_target
 from octavo.train.errors import TrainError
@@ -145,12 +146,14 @@ def merge_model(
     if trained and kind == "fp8":
         base_error = adapters.base_errors(model, models.load(origin.base, dtype=_dtype(origin.base)))
 
+    untied = is_untied(model, models.empty(origin.base))
+
     def write(format: str) -> tuple[ExportResult, MergeErrors]:
         merge_error = MergeErrors(adapted_weights(model))
         done = export(
             _iter_checked_values(model, merge_error, format, kind, anyway, log),
             origin.base, directory, format, include=include, protect=[source], device=device,
-            random=origin.random is not None, progress=progress, written=merge_error.add,
+            random=origin.random is not None, untied=untied, progress=progress, written=merge_error.add,
         )  # fmt: skip
         return done, merge_error
 
