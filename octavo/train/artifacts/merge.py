@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from octavo import adapters, fp8, models
 from octavo.adapters.merge import adapted_weights
 from octavo.adapters.merge_error import MIN_KEPT, MergeErrors
+from octavo.base.plural import count_noun
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import ExportResult, Progress, check_target, export
@@ -226,16 +227,17 @@ def _describe_errors(merge_error: MergeErrors) -> list[str]:
     if not any(w.delta for w in merge_error.weights.values()):
         return ["the adapter changes nothing: its B is zero, as before training; the base was written"]
     if counted := merge_error.fp8_weights():
-        worst = merge_error.worst(1)[0]
+        worst, many = merge_error.worst(1)[0], count_noun(len(counted), "FP8 weight")
         lines.append(
-            f"{merge_error.kept:.1%} of the adapter's change survives in {len(counted)} FP8 weights, with an error of "
+            f"{merge_error.kept:.1%} of the adapter's change survives in {many}, with an error of "
             f"{merge_error.error:.3g} times the change; the worst, {worst.name}: {worst.kept:.1%}, {worst.error:.3g}"
         )
     if rounded := merge_error.rounded_weights():
         worst = min(rounded, key=lambda w: w.kept)
         lines.append(
-            f"BF16 rounds more than {1 - MIN_KEPT:.0%} of the change away in {len(rounded)} weights; the worst, "
-            f"{worst.name}, which the adapter changes by {worst.relative:.2%} of its norm, keeps {worst.kept:.1%}"
+            f"BF16 rounds more than {1 - MIN_KEPT:.0%} of the change away in {count_noun(len(rounded), 'weight')}; "
+            f"the worst, {worst.name}, which the adapter changes by {worst.relative:.2%} of its norm, keeps "
+            f"{worst.kept:.1%}"
         )
     return lines
 
