@@ -25,7 +25,7 @@ from octavo import fp8, models
 from octavo.base import atomic_write, encryption, target_folder
 from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.export.carried import RANDOM, Carried, has_weights, lost, plan_carried
+from octavo.checkpoint.export.carried import RANDOM, Carried, lost, plan_carried
 from octavo.checkpoint.export.encrypted import EncryptedShards
 from octavo.checkpoint.export.files import PlannedTensor, Shards, nbytes
 from octavo.checkpoint.run_state.collective_errors import Ranks
@@ -41,6 +41,8 @@ from octavo.models.folder.folder import (
     write_config,
 )
 from octavo.models.processors import stop_tokens
+from octavo.models.weights.shards import has_weights
+from octavo.models.weights.ties import empty_untied, is_untied
 
 MAX_FILE_BYTES = 5 * 10**9  # bytes of a file, the default of transformers
 _FAILURES = (OSError, RuntimeError, TypeError, ValueError)
@@ -77,8 +79,9 @@ def save_hf(
     log      called on rank 0 with a sentence about the tensors that the class does not load
 
     Weights are written in their training dtypes (in BF16 where the optimizer keeps lower halves, which no forward uses)
-    and frozen FP8 weights as their values. The folder is written as `.NAME.part`, forced to the disk and renamed, so
-    `directory` is complete or unchanged. An earlier model in it is replaced if it holds nothing else.
+    and frozen FP8 weights as their values. Weights that config.json ties and that are separate in the model are both
+    written, with `tie_word_embeddings: false`. The folder is written as `.NAME.part`, forced to the disk and renamed,
+    so `directory` is complete or unchanged. An earlier model in it is replaced if it holds nothing else.
 
     Raises ModelError for any other directory that is not empty, names or shapes that differ from the model in `source`,
     weights on the meta device, NaN or infinity, a file to copy that cannot be read or is a link out of the source, and
@@ -92,7 +95,9 @@ def save_hf(
             "config.json, the tokenizer and the tensors that the model does not load are copied from it: move it back"
         )
     check_companions(source, copied=True)
-    stock = StockModel(models.empty(source))
+    stock_model = models.empty(source)
+    untied = is_untied(model, stock_model)
+    stock = StockModel(empty_untied(source) if untied else stock_model)
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if not skip(name)}
     _check_names(state, stock.model)
     state = {name: master_of(state[name]) for name in stock.weights if name in state}
@@ -116,7 +121,7 @@ def save_hf(
             if world.rank == 0:
                 shards.write_index()
                 most = max(sizes, key=sizes.__getitem__, default=torch.float32)
-                write_config(source, folder, most, encrypted=encrypted, changes=carried.config)
+                write_config(source, folder, most, encrypted=encrypted, changes=carried.config, untied=untied)
                 copy_companions(source, folder, encrypted)
                 stop_tokens.add_end_token(source, folder, encrypted)
                 if encrypted is not None:

@@ -19,6 +19,7 @@ import time
 
 from octavo.base import target_folder
 from octavo.base.byte_size import format_bytes
+from octavo.base.plural import count_noun
 from octavo.cli import arguments, terminal
 
 COMMANDS = ("hf_to_dcp", "dcp_to_hf", "lora_hf_to_dcp")
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.show_json({**vars(done), "directory": str(done.directory), "seconds": seconds})
     else:
         print(
-            f"{done.directory}: {done.tensors} tensors, {format_bytes(done.bytes)} in {done.files} files, "
-            f"{seconds:.1f} s"
+            f"{done.directory}: {count_noun(done.tensors, 'tensor')}, {format_bytes(done.bytes)} in "
+            f"{count_noun(done.files, 'file')}, {seconds:.1f} s"
         )
     return 0

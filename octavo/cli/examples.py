@@ -12,6 +12,7 @@ from pathlib import Path
 
 import octavo
 from octavo.base import atomic_write, target_folder
+from octavo.base.plural import count_noun
 from octavo.cli.arguments import UsageError
 
 #: in the repository a link to examples/, in a wheel a folder
@@ -30,5 +31,5 @@ def run(args: argparse.Namespace) -> int:
         shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
         atomic_write.sync_tree(folder)
     written = sorted(file for file in target.rglob("*") if file.is_file())
-    print(f"wrote {len(written)} files to {target}; {target / 'README.md'} describes each one")
+    print(f"wrote {count_noun(len(written), 'file')} to {target}; {target / 'README.md'} describes each one")
     return 0

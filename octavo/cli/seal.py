@@ -23,6 +23,7 @@ from octavo.base import encryption, target_folder
 from octavo.base.byte_size import format_bytes
 from octavo.base.encryption.folders import find_root
 from octavo.base.encryption.key import new_secret
+from octavo.base.plural import count_noun
 from octavo.base.seal_note import ONE_KEY_ONE_PURPOSE
 from octavo.cli import arguments, terminal
 
@@ -93,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     tried = "not tested: even a few blocks are too large" if done.difference is None else (
         f"answers like the plain model (random weights, logits within {done.difference:.0e})"
     )  # fmt: skip
-    words = f"{done.directory}: {done.tensors} tensors, {format_bytes(done.bytes)}, key {key.fingerprint}; {tried}"
+    size = f"{count_noun(done.tensors, 'tensor')}, {format_bytes(done.bytes)}"
+    words = f"{done.directory}: {size}, key {key.fingerprint}; {tried}"
     return _print_result(args, {**vars(done), "directory": str(done.directory), "key": key.fingerprint}, words)
 
 

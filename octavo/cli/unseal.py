@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 
 from octavo.base.byte_size import format_bytes
+from octavo.base.plural import count_noun
 from octavo.cli import seal, terminal
 
 WHATS = ("model", "adapter", "text")
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         seal.warn_plain(encrypted, model.directory)
         document = {"directory": str(model.directory), "tensors": model.tensors, "bytes": model.bytes}
         missing = "" if args.model else "; copy tokenizer and processor from the plain model"
-        words = f"{model.directory}: {model.tensors} tensors, {format_bytes(model.bytes)}{missing}"
+        words = f"{model.directory}: {count_noun(model.tensors, 'tensor')}, {format_bytes(model.bytes)}{missing}"
     if args.json:
         terminal.show_json(document)
     else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.byte_size import format_bytes
+from octavo.base.plural import count_noun
 from octavo.base.safe_read import printable
 from octavo.cli import arguments, terminal
 
@@ -56,7 +57,7 @@ def show(verified: Any, everything: bool) -> None:
     """Print the findings, the largest errors, the verdicts as a table, and a summary line."""
     size = format_bytes(verified.size)
     codes = f", {verified.fp8} of them FP8 codes" if verified.fp8 else ""
-    terminal.say(f"{verified.directory}: {verified.form}; {verified.tensors} tensors{codes}, {size}")
+    terminal.say(f"{verified.directory}: {verified.form}; {count_noun(verified.tensors, 'tensor')}{codes}, {size}")
     groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for finding in verified.findings:
         groups[finding.status, finding.kind].append(finding)
@@ -107,4 +108,4 @@ def _show_compared(verified: Any, everything: bool) -> None:
     identical = sum(c.codes == "identical" for c in verified.compared)
     exact = sum(c.error == 0 for c in verified.compared)
     codes = f", {identical} with identical codes" if identical else ""
-    print(f"{len(verified.compared)} tensors compared, {exact} equal{codes}.")
+    print(f"{count_noun(len(verified.compared), 'tensor')} compared, {exact} equal{codes}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from octavo import fp8
 from octavo.checkpoint import CheckpointError, convert
 from octavo.checkpoint.convert import folder as convert_folder
+from octavo.checkpoint.export.result import ExportResult, TensorStats
+from octavo.cli.main import main
 from octavo.fp8.weights import FROZEN
 from octavo.models import ModelError
 from octavo.models.folder.headers import DTYPES
@@ -246,3 +249,11 @@ def test_headers_match_the_safetensors_library(folder):
         }
         again = convert_folder.from_json(convert_folder.to_json(shard))
         assert again == shard
+
+
+def test_counts_of_one_are_in_the_singular(tmp_path, capsys):
+    assert main(["convert", "hf_to_dcp", str(write(tmp_path / "model", [tensors()])), str(tmp_path / "dcp")]) == 0
+    assert re.search(r"dcp: 9 tensors, .* in 1 file, ", capsys.readouterr().out.replace("\n", " "))
+    one = {"a": TensorStats(count=1, bytes=2)}
+    done = ExportResult(tmp_path, "fp8-block", "llama", ("a",), 2, one, (1, 1), "fp8", {}, {})
+    assert "1 of 1 linear layer in FP8, 1 tensor, " in done.sentences()[0] and done.sentences()[0].endswith("in 1 file")

@@ -220,6 +220,51 @@ def test_folders_can_be_twins(folders, tmp_path):
     assert resolve_twin(resolved, said.append) is resolved and describe_twin(cfg) is None
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "of", "message"),
+    [
+        (
+            "plain",
+            "block",
+            "x",
+            r"of is x, but model.path \S+/plain is not the folder of the twin \S+/block: .* remove",
+        ),
+        ("plain", "plain", "plain", r"of is \S+/plain, but the twin \S+/plain is not in FP8: Octavo writes `of` to"),
+        (
+            "block",
+            "other/Original-FP8",
+            "an/Original",
+            r"of is an/Original, but model.path \S+/block is not the folder",
+        ),
+        ("block", "block", "an/Original", r"of is an/Original, which is neither ORG/NAME@COMMIT nor a folder: Octavo"),
+        ("block", "block", "another", r"\S+/block is not a copy of \S+/another; "),
+    ],
+)
+def test_typed_record_is_refused(folders, tmp_path, path, name, of, message):
+    """`of` is written by Octavo; typed, it would skip the comparison and be recorded as its result."""
+    if of == "another":
+        set_config(vocab_size=3)(Path(shutil.copytree(folders / "plain", tmp_path / "another")))
+        of = str(tmp_path / "another")
+    name, of = (str(folders / one) if (folders / one).is_dir() else one for one in (name, of))
+    cfg = config(folders, tmp_path, f"model.fp8_twin={{name: {name}, of: {of}}}", path=str(folders / path))
+    with pytest.raises(models.ModelError, match=message):
+        resolve_twin(cfg, print)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("3", "model.fp8_twin: expected ORG/NAME, ORG/NAME@REVISION or a folder, found 3"),
+        ("[a]", r"model.fp8_twin: expected ORG/NAME, ORG/NAME@REVISION or a folder, found \['a'\]"),
+        ("other/X-FP8@", "or a folder, found 'other/X-FP8@' with an empty revision; remove the @ for the newest"),
+        ("{name: other/X-FP8@}", "model.fp8_twin.name: expected ORG/NAME, ORG/NAME@REVISION or a folder, found 'o"),
+    ],
+)
+def test_other_forms_are_refused_with_the_right_one(folders, tmp_path, value, message):
+    with pytest.raises(ConfigError, match=message):
+        config(folders, tmp_path, twin=f"'{value}'" if value.endswith("@") else value)
+
+
 def test_revision_of_twin_is_used(folders, double, tmp_path):
     double.repositories = {"an/Original": folders / "plain", "other/Original-FP8": folders / "dynamic"}
     double.branches = {("other/Original-FP8", "blocks"): folders / "block"}

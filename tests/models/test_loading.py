@@ -294,7 +294,7 @@ def test_bf16_checkpoint_has_no_lower_halves_and_no_fp32_copy(checkpoint, tmp_pa
     folder = save_hf(model, checkpoint("qwen3_vl"), tmp_path / "m", World())
     calls = []
     real = loading.load
-    monkeypatch.setattr(loading, "load", lambda path, dtype, *rest: calls.append(dtype) or real(path, dtype, *rest))
+    monkeypatch.setattr(loading, "load", lambda path, dtype, *a, **k: calls.append(dtype) or real(path, dtype, *a, **k))
     model, lows = models.load_split(folder)
     assert calls == [torch.bfloat16] and lows == {}
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), models.load(folder).parameters(), strict=True))

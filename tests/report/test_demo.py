@@ -1,4 +1,4 @@
-"""The demo's own parts: the embedded configuration, the question, the pictures. cli/test_package.py runs a small demo."""
+"""The demo's own parts: the embedded configuration, the question, the pictures. cli/test_package.py runs a demo."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from octavo.base.plural import count_noun
 from octavo.checkpoint.export.files import PlannedTensor
 from octavo.checkpoint.export.names import fused_group
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import INDEX, SINGLE, parts_of, read_json
+from octavo.models.folder.folder import read_json
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.models.weights.shards import Shards, StoredTensor
 from octavo.models.weights.unloaded import PREDICTION_KEYS, describe_names, find_unloaded, group_of, is_prediction
@@ -125,13 +125,6 @@ def lost(source: str | Path, model: PreTrainedModel, cause: ModelError) -> Carri
     """Return the outcome for a source folder whose weights can no longer be read: nothing is copied, and config.json
     announces nothing that could have been in them."""
     return Carried(Path(source), config=_find_announced(Path(source), model), lost=str(cause).rstrip("."))
-
-
-def has_weights(source: str | Path) -> bool:
-    """Return whether a model folder has a weights file, complete or not."""
-    source = Path(source)
-    homes = [source / part for part in parts_of(source)] or [source]
-    return any((home / name).exists() for home in homes for name in (SINGLE, INDEX))
 
 
 def _same_codes(stored: Quantization | None, written: Quantization | None) -> bool:

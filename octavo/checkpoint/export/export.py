@@ -38,7 +38,7 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.checksums import MARKER, NOTE_DIGEST, note_digest, read_note, sha256
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
-from octavo.checkpoint.export.carried import RANDOM, Carried, has_weights, plan_carried
+from octavo.checkpoint.export.carried import RANDOM, Carried, plan_carried
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
@@ -48,10 +48,11 @@ from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.fp8.weights import FROZEN
 from octavo.models.folder.chat import check_template
-from octavo.models.folder.folder import check_companions, companions, find_file
+from octavo.models.folder.folder import TIED, check_companions, companions, find_file
 from octavo.models.folder.quantization import to_config
 from octavo.models.processors import stop_tokens
 from octavo.models.processors.companions import write_companions
+from octavo.models.weights.shards import has_weights
 
 MAX_FILE_BYTES = 5 * 10**9  # bytes of a file, the default of transformers
 _MIN_AMAX = 2.0**-100  # below this amax a block has the scale 1 (docs/numerics.md)
@@ -72,6 +73,7 @@ def export(
     largest: int = MAX_FILE_BYTES,
     device: torch.device | str | None = None,
     random: bool = False,
+    untied: bool | None = None,
     protect: Iterable[str | Path] = (),
     log: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
@@ -91,6 +93,8 @@ def export(
         largest: maximum bytes of a file; a larger tensor gets a separate file.
         device: device of the casts; by default the device of the values.
         random: training began with random weights, so tensors that the model does not load are not copied.
+        untied: the weights that config.json ties are separate in the model of the values: both are written, with
+            `tie_word_embeddings: false`. None: as they are in `source` (`octavo.models.weights.ties`).
         protect: folders that the values come from, which must not be replaced.
         log: called with messages about the result.
         progress: called with bytes done, total bytes, and the tensor written last.
@@ -110,7 +114,7 @@ def export(
     ):
         check_template(models.load_tokenizer(source), source)
     stop_tokens.missing_end_token(source)  # refuses the tokenizer of another model
-    plan = layouts.plan_layout(source, format, include)
+    plan = layouts.plan_layout(source, format, include, untied)
     carried = Carried(source)
     if has_weights(source):
         carried = plan_carried(source, plan.names.model, plan.quantization, plan.fused, RANDOM if random else None)
@@ -125,7 +129,7 @@ def export(
             shards.write(name, value)
         shards.finish()
         quantization = None if plan.quantization is None else to_config(carried.add_skipped(plan.quantization))
-        end = write_companions(source, folder, torch.bfloat16, quantization, carried.config)
+        end = write_companions(source, folder, torch.bfloat16, quantization, carried.config, plan.is_untied(source))
         skipped = plan.skipped if plan.kind else {}
         done = ExportResult(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds, plan.layers,
@@ -141,6 +145,8 @@ def export(
         check_target(target, [])  # again, because files may have been added during the export
     for sentence in done.sentences():
         log(sentence)
+    if plan.is_untied(source):
+        log(f"config.json has {TIED}: false: the model has two different weights where {source} announces one")
     return done
 
 

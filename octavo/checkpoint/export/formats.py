@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from octavo.base.plural import count_noun
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.layout import (
@@ -121,7 +122,7 @@ def describe_fits(model: ExportModel) -> tuple[str, dict[str, object]]:
     layers = {name: fit.components.get("foundation", 0) for name, fit in whole.items()}
     if any(layers.values()):
         first, second = _DEFAULTS
-        line = f"export: {first} takes {layers[first]} of {model.linear} layers; "
+        line = f"export: {first} takes {layers[first]} of {count_noun(model.linear, 'layer')}; "
         line += f"{second} takes {layers[second]} of {model.linear}"
     else:
         why = next((f" ({fit.why})" for fit in whole.values() if fit.why), "")

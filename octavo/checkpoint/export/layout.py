@@ -32,6 +32,8 @@ from octavo.models.folder.quantization import (
     matches_pattern,
     matches_target,
 )
+from octavo.models.structure.skeleton import says_tied
+from octavo.models.weights.ties import empty_as_loaded, empty_untied
 
 #: format -> the kind of its scales (`fp8.weights.FROZEN` has their casts); bf16 has none
 FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dynamic": "row", "fp8-tensor": "tensor"}
@@ -76,6 +78,10 @@ class Layout:
     @property
     def kind(self) -> str | None:
         return FORMATS[self.format]
+
+    def is_untied(self, source: Path) -> bool:
+        """Return whether config.json of the source ties weights that this export keeps separate."""
+        return not says_tied(self.names.model.config) and says_tied(models.read_config(source))
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -143,9 +149,11 @@ class ExportModel:
     rows: tuple[Row, ...]
 
     @classmethod
-    def read(cls, source: str | Path) -> ExportModel:
-        """Return the model of a folder. Raises ModelError."""
-        return cls.of(models.empty(source, dtype=torch.bfloat16), str(source))
+    def read(cls, source: str | Path, untied: bool | None = None) -> ExportModel:
+        """Return the model of a folder, without tied weights or as config.json ties them; None: as the weights of the
+        folder are. Raises ModelError."""
+        build = empty_as_loaded if untied is None else empty_untied if untied else models.empty
+        return cls.of(build(source, torch.bfloat16), str(source))
 
     @classmethod
     def of(cls, stock: PreTrainedModel, where: str) -> ExportModel:
@@ -205,13 +213,14 @@ def check_include(model: ExportModel, include: Iterable[str]) -> None:
             raise CheckpointError(f"{name!r} cannot be included: a {model.family.name} has no such component")
 
 
-def plan_layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layout:
-    """Return the tensors of an export of the model in the folder `source`. Weights are not read.
+def plan_layout(source: str | Path, format: str, include: Iterable[str] = (), untied: bool | None = None) -> Layout:
+    """Return the tensors of an export of the model in the folder `source`, whose weights are not read, except to find
+    whether they are tied (`untied`, see `ExportModel.read`).
 
     Raises CheckpointError for an unknown format or component, a component that the model does not have, or a format in
     which no layer can be written; ModelError for the folder.
     """
-    model, include = ExportModel.read(source), tuple(include)
+    model, include = ExportModel.read(source, untied), tuple(include)
     chosen = choose_layers(model, format, include)
     _check_taken(model, format, include, chosen)
     names, rows = model.names, model.rows

@@ -95,9 +95,10 @@ class ExportResult:
     def sentences(self) -> list[str]:
         """Return the outcome as sentences for the user."""
         size = format_bytes(self.bytes)
-        tensors, files = self.total("count") + len(self.carried.stored), count_noun(len(self.files), "file")
-        in_fp8 = "" if self.method is None else f"{self.layers[0]} of {self.layers[1]} linear layers in FP8, "
-        lines = [f"wrote {self.directory}: {self.format}, {in_fp8}{tensors} tensors, {size} in {files}"]
+        tensors = count_noun(self.total("count") + len(self.carried.stored), "tensor")
+        files, layers = count_noun(len(self.files), "file"), count_noun(self.layers[1], "linear layer")
+        in_fp8 = "" if self.method is None else f"{self.layers[0]} of {layers} in FP8, "
+        lines = [f"wrote {self.directory}: {self.format}, {in_fp8}{tensors}, {size} in {files}"]
         if (self.format, self.method) == ("fp8-block", "compressed-tensors"):
             lines.append(
                 "blocks are stored by compressed-tensors: in DeepSeek's layout transformers cannot dequantize weights "

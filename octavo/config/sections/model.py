@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_core import PydanticCustomError
 
+from octavo.base.hub import is_name
 from octavo.base.recipe_specs import join_words, parse_kind
 from octavo.config.sections.names import COMPONENTS, FROM_LIST, FROZEN, FROZEN_INPUT, Frozen, Section, frozen_word
 from octavo.config.sections.text_types import FilePath, Text
@@ -37,6 +40,9 @@ def for_foundation(value: Any) -> Any:
 _OR_KIND = BeforeValidator(for_foundation, json_schema_input_type=FROZEN_INPUT | LoadInFp8Section | None)
 
 
+_TWIN_FORM = "expected ORG/NAME, ORG/NAME@REVISION or a folder"
+
+
 class Fp8TwinSection(Section):
     """Published FP8 weights of the model, by any owner."""
 
@@ -48,11 +54,21 @@ class Fp8TwinSection(Section):
     of: Text | None = Field(
         default=None,
         description="Written by Octavo to config.yaml of a run: the model that the twin was compared with. model.path "
-        "is then the twin's folder, and nothing is compared again.",
+        "is then the twin's folder; any other is refused.",
     )
+
+    @field_validator("name")
+    @classmethod
+    def _check_revision(cls, name: str) -> str:
+        if name.endswith("@") and is_name(name[:-1]):
+            why = _TWIN_FORM + ", found {found} with an empty revision; remove the @ for the newest"
+            raise PydanticCustomError("no_twin", why, {"found": repr(name)})
+        return name
 
 
 def _twin_of_name(value: object) -> object:
+    if value is not None and not isinstance(value, str | Mapping | Fp8TwinSection):
+        raise PydanticCustomError("no_twin", _TWIN_FORM + ", found {found}", {"found": f"{value!r:.80}"})
     return {"name": value} if isinstance(value, str) else value
 
 

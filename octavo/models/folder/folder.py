@@ -46,6 +46,8 @@ COMPANIONS = (
     "processor_config.json",
     "sealed.json",
 )
+#: key of config.json that ties the output projection to the embeddings
+TIED = "tie_word_embeddings"
 #: the folders of a model that is stored in three (VILA, NVILA), each with its config.json and weights
 PARTS = ("llm", "vision_tower", "mm_projector")
 #: words in keys of config.json and of an image processor's settings -> the largest accepted value; the first match
@@ -407,16 +409,20 @@ def write_config(
     quantization: Mapping[str, object] | None = None,
     encrypted: encryption.Folder | None = None,
     changes: Mapping[str, object] = MappingProxyType({}),
+    untied: bool = False,
 ) -> None:
     """Write the source's config.json to `target` with the dtype and the quantization of the written weights, and
     without the names of code (`auto_map`), which is not copied. For a model in three folders, this is done in each of
     them.
 
     changes  new values of keys that config.json or a part of it has; None removes the key
+    untied   the model has no tied weights: `tie_word_embeddings` is false, also where a family's default is true
     """
     for part in parts_of(source):
         (target / part).mkdir(exist_ok=True)
-        write_config(source / part, target / part, dtype, encrypted=encrypted, changes=changes)
+        has_ties = untied and part == PARTS[0]
+        write_config(source / part, target / part, dtype, encrypted=encrypted, changes=changes, untied=has_ties)
+    changes = {**changes, TIED: False} if untied else changes
     config = read_json(source / "config.json")
     config.pop("auto_map", None)
     name = str(dtype).removeprefix("torch.")
@@ -431,6 +437,8 @@ def write_config(
     config = rewrite(config)
     if "torch_dtype" not in config:
         config["dtype"] = name
+    if untied and not parts_of(source):
+        config[TIED] = False
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
     encryption.write_file(target / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)

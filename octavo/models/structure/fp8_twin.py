@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _STATE_OF_TOKENIZER = ("padding", "truncation")
 _INPUT_FILES = ("chat_template.jinja", "preprocessor_config.json", "video_preprocessor_config.json")
 _HEAD = "lm_head.weight"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _LISTED = 8  # disagreements that a message lists
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -57,13 +59,17 @@ class _Model:
 def resolve_twin(cfg: Config, log: Callable[[str], None]) -> Config:
     """Return a configuration whose `model.path` is the folder of `model.fp8_twin`, downloaded if it is on the hub.
 
-    `fp8_twin` then has the commit that was used, and the model with which it was compared; with such an `fp8_twin`, or
-    without one, the configuration is returned unchanged. Raises HubError if one of the two cannot be fetched, and
-    ModelError if it is not in FP8, not of the kind of `load_in_fp8`, or not a copy of `model.path`.
+    `fp8_twin` then has the commit that was used, and the model with which it was compared (`of`). Such an `fp8_twin` is
+    checked, and the configuration is returned unchanged, as it is without one. Raises HubError if one of the two cannot
+    be fetched, and ModelError if it is not in FP8, not of the kind of `load_in_fp8`, not a copy of `model.path`, or if
+    no run can have recorded its `of`.
     """
     model = cfg.model
     twin_setting = model.fp8_twin
-    if twin_setting is None or twin_setting.of is not None:
+    if twin_setting is None:
+        return cfg
+    if twin_setting.of is not None:
+        _check_record(model.path, twin_setting.name, twin_setting.of)
         return cfg
     kind = model.load_in_fp8.kinds["foundation"]
     base_folder = _fetch(model.path, model.revision, "model.path", log)
@@ -78,11 +84,33 @@ def resolve_twin(cfg: Config, log: Callable[[str], None]) -> Config:
         check_weight_files(hub.fetch_weights(twin.folder))
     log(
         f"model.fp8_twin: {hub.describe_revision(twin.folder)} ({quantization}) replaces the weights of "
-        f"{hub.describe_revision(base.folder)}; {len(base.tensors)} tensors, tokenizer and configuration agree"
+        f"{hub.describe_revision(base.folder)}; {count_noun(len(base.tensors), 'tensor')}, tokenizer and "
+        "configuration agree"
     )
-    resolved = twin_setting.model_copy(update={"name": _pinned(twin), "of": _pinned(base)})
+    resolved = twin_setting.model_copy(update={"name": _pinned_folder(twin.folder), "of": _pinned_folder(base.folder)})
     update = {"path": str(twin.folder), "revision": None, "fp8_twin": resolved}
     return cfg.model_copy(update={"model": model.model_copy(update=update)})
+
+
+def _check_record(path: str, name: str, of: str) -> None:
+    """Raise ModelError unless `of` can be what a run recorded: `path` is the folder of the twin, which is in FP8, and
+    a copy of `of` as far as that is on this machine."""
+    how = (
+        "Octavo writes `of` to the config.yaml of a run, with the compared twin as model.path; remove it, with "
+        "model.path the model that the twin is a copy of, and the two are compared"
+    )
+    folder, base = Path(path), Path(of)
+    if not folder.is_dir() or _pinned_folder(folder) != name:
+        raise ModelError(
+            f"model.fp8_twin.of is {of}, but model.path {path} is not the folder of the twin {name}: {how}."
+        )
+    if read_quantization(folder) is None:
+        raise ModelError(f"model.fp8_twin.of is {of}, but the twin {path} is not in FP8: {how}.")
+    if base.is_dir():
+        if problems := list(disagreements(_open(of, base), _open(name, folder))):
+            raise ModelError(_refusal(name, of, problems))
+    elif not base.is_absolute() and not _COMMIT.fullmatch(hub.split_revision(of)[1] or ""):
+        raise ModelError(f"model.fp8_twin.of is {of}, which is neither ORG/NAME@COMMIT nor a folder: {how}.")
 
 
 def describe_twin(cfg: Config) -> dict[str, str] | None:
@@ -231,6 +259,6 @@ def _refusal(twin: str, base: str, problems: list[str]) -> str:
     )
 
 
-def _pinned(model: _Model) -> str:
-    source = hub.origin(model.folder)
-    return str(model.folder) if source is None else f"{source['name']}@{source['revision']}"
+def _pinned_folder(folder: Path) -> str:
+    source = hub.origin(folder)
+    return str(folder) if source is None else f"{source['name']}@{source['revision']}"

@@ -33,7 +33,7 @@ from octavo.models.custom import mpt
 from octavo.models.custom.nvila.three_folders import IN_THREE_FOLDERS, check_parts, read_three_folders
 from octavo.models.custom.register import REPLACED_FAMILIES, may_name_code
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import check_sizes, open_plain, parts_of, read_json, wrap_errors
+from octavo.models.folder.folder import TIED, check_sizes, open_plain, parts_of, read_json, wrap_errors
 from octavo.models.folder.quantization import (
     QUANTIZED_KEYS,
     check_mapping,
@@ -73,6 +73,18 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         )
     read_quantization(folder)  # raises for a quantization that cannot be read
     return stock_config(folder)
+
+
+def untie(config: PreTrainedConfig) -> None:
+    """Set `tie_word_embeddings` of a configuration and its parts to false."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None and (part is config or getattr(part, TIED, False)):
+            setattr(part, TIED, False)
+
+
+def says_tied(config: PreTrainedConfig) -> bool:
+    """Return whether `tie_word_embeddings` of a configuration or of one of its parts is true."""
+    return any(getattr(part, TIED, False) for part in (config, *(getattr(config, n, None) for n in config.sub_configs)))
 
 
 def is_known_family(raw: Mapping[str, object]) -> bool:

@@ -28,7 +28,7 @@ from octavo.models.weights.assembly import (
 )
 from octavo.models.weights.loading import WIDER_THAN_BF16, open_folder
 from octavo.models.weights.name_mapping import Origin, is_transposed
-from octavo.models.weights.streaming import chunks
+from octavo.models.weights.ties import compare_twice_stored, settle_config, ties_of
 
 #: parameter (its name in the folder's model, its module, its name in the module), values, lower halves or None
 PlaceFn = Callable[[str, nn.Module, str, Tensor, Tensor | None], None]
@@ -125,6 +125,7 @@ def load_deferred(
     if split:
         stream.dtype_of = lambda name: torch.float32
     finish_loading(model, folder, prepared.sources)
+    settle_config(folder, model, log)
     move_buffers(model, on)
     return DeferredModel(model, prepared, find_owners(model, names), split, log)
 
@@ -159,21 +160,12 @@ def replace_meta_parameter(model: PreTrainedModel, name: str, dtype: torch.dtype
 def _drop_equal_ties(prepared: PreparedModel) -> None:
     """Handle tied weights that the folder contains twice: skip the second if the values are equal, as in transformers;
     untie them if they differ. Reads both."""
-    stream, origins = prepared.stream, {o.name: o for o in prepared.sources.origins if o.converter is None}
-    ties: dict[str, str] = getattr(prepared.model, "all_tied_weights_keys", None) or {}
-    for target, source in list(ties.items()):
-        if target not in origins or source not in origins:
-            continue
-        one, other = (origins[name].slots[0][0].stored for name in (target, source))
-        dtype = stream.dtype_of(source)
-        same = one.shape == other.shape and all(
-            torch.equal(*(stream.shards.read(entry, rows).to(dtype) for entry in (one, other)))
-            for rows in chunks(one.shape)
-        )
+    stream, origins = prepared.stream, prepared.sources.origins
+    for target, _, same in compare_twice_stored(ties_of(prepared.model), origins, stream.shards, stream.dtype_of):
         if same:
-            prepared.sources.origins.remove(origins[target])
+            origins.remove(next(origin for origin in origins if origin.name == target))
         else:
-            ties.pop(target)
+            prepared.model.all_tied_weights_keys.pop(target)
             path, _, leaf = target.rpartition(".")
             module = prepared.model.get_submodule(path)
             shared = module._parameters[leaf]

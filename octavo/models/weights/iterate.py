@@ -15,11 +15,11 @@ from torch import Tensor
 from octavo import fp8
 from octavo.fp8.weights import codes_of_frozen, is_frozen
 from octavo.models.folder.quantization import read_quantization
-from octavo.models.structure.skeleton import empty
 from octavo.models.weights.assembly import map_tensors
 from octavo.models.weights.name_mapping import Origin
 from octavo.models.weights.shards import open_weights
 from octavo.models.weights.streaming import WeightStream
+from octavo.models.weights.ties import empty_as_loaded, ties_of
 
 
 def iter_weights(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
@@ -28,17 +28,18 @@ def iter_weights(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str,
 
     FP8 weights are their codes ([N, K], or [E, N, K] for experts, in GEMM orientation) with fp32 scales; with
     `keep_fp8=False` they are dequantized to BF16. Tied parameters, of which the folder may contain one or both, are
-    yielded once, under the first name. Raises ModelError like `models.load`; errors that are visible in headers are
+    yielded once, under the first name; if it contains both with other values, they are not tied, and both are yielded
+    (`octavo.models.weights.ties`). Raises ModelError like `models.load`; errors that are visible in headers are
     raised before the first value.
     """
     folder = Path(path)
     quantization = read_quantization(folder)
     shards, _ = open_weights(folder, quantization is not None)
     with shards:
-        model = empty(folder)
+        model = empty_as_loaded(folder)
         paired, sources, _ = map_tensors(folder, model, shards, quantization, keep_fp8)
         dtypes: dict[str, torch.dtype] = {}
-        ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        ties = ties_of(model)
         weight_stream = WeightStream(
             shards, model, paired.scales, quantization, {}, dtypes.__getitem__, torch.device("cpu"), keep_fp8=keep_fp8
         )
@@ -69,9 +70,9 @@ def stored_dtypes(path: str | Path) -> dict[str, torch.dtype]:
     folder = Path(path)
     quantization = read_quantization(folder)
     with open_weights(folder, quantization is not None)[0] as shards:
-        model = empty(folder)
+        model = empty_as_loaded(folder)
         _, sources, _ = map_tensors(folder, model, shards, quantization, True)
-        ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        ties = ties_of(model)
         pairs = ((name, origin) for origin in sources.origins for name in origin.targets or (origin.name,))
         return {ties.get(name, name): _dtype(origin) for name, origin in pairs}
 

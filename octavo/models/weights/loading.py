@@ -41,6 +41,7 @@ from octavo.models.weights.assembly import (
 from octavo.models.weights.mistral3_single import keep_single_features
 from octavo.models.weights.name_mapping import map_sources
 from octavo.models.weights.shards import Shards, open_weights
+from octavo.models.weights.ties import settle_config
 from octavo.models.weights.unloaded import is_unloaded
 
 #: dtypes on disk with values that BF16 cannot represent
@@ -90,11 +91,15 @@ def load(
         with shards:
             build = partial(skeleton, config, dtype, attn_implementation, scores)
             prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, log)
-            return assemble(folder, prepared, on, log, progress)
+            model = assemble(folder, prepared, on, log, progress)
+            settle_config(folder, model, log)
+            return model
     if any(not entry.dtype.is_floating_point for entry in shards.stored.values()):
         # transformers casts integers to floating point: `map_tensors` refuses them for parameters.
         map_tensors(folder, skeleton(config, dtype, None, scores), shards, quantization, keep_fp8)
-    return accelerator.move(_load_stock(folder, config, dtype, attn_implementation, scores, log), torch.device(device))
+    model = _load_stock(folder, config, dtype, attn_implementation, scores, log)
+    settle_config(folder, model, log)
+    return accelerator.move(model, torch.device(device))
 
 
 def open_folder(folder: Path, log: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
@@ -186,7 +191,10 @@ def _nonfinite_error(folder: Path, bad: list[str]) -> str:
 
 
 def load_split(
-    path: str | Path, device: str | torch.device = "cpu", attn_implementation: str | None = None
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    attn_implementation: str | None = None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     """Load a model in BF16 and, by parameter name, the lower halves (int16, of the same shape) of its fp32 weights:
     both together are the fp32 values exactly.
@@ -202,8 +210,9 @@ def load_split(
     read_config(folder)  # raises for a folder that is not a model
     dtypes = {DTYPES[entry.dtype] for header in check_weight_files(folder) for entry in header.entries}
     if read_quantization(folder) is None and not dtypes & WIDER_THAN_BF16:
-        return load(folder, torch.bfloat16, device, attn_implementation), {}
-    return split_model(load(folder, torch.float32, "cpu", attn_implementation, keep_fp8=False), device)
+        return load(folder, torch.bfloat16, device, attn_implementation, log=log), {}
+    model = load(folder, torch.float32, "cpu", attn_implementation, keep_fp8=False, log=log)
+    return split_model(model, device)
 
 
 def split_model(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:

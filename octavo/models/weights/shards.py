@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.base import encryption, safe_read
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import INDEX, SINGLE, check_weight_files, weight_map
+from octavo.models.folder.folder import INDEX, SINGLE, check_weight_files, parts_of, weight_map
 from octavo.models.folder.headers import DTYPES, Header
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -112,6 +112,13 @@ class Shards:
                 )
             buffer = buffer[got:]
         return out
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Return whether a model folder has a weights file, complete or not."""
+    folder = Path(folder)
+    homes = [folder / part for part in parts_of(folder)] or [folder]
+    return any((home / name).exists() for home in homes for name in (SINGLE, INDEX))
 
 
 def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]]:

@@ -19,6 +19,7 @@ from octavo.checkpoint.export.formats import FP8, FormatChoice, choose_format
 from octavo.checkpoint.export.layout import plan_layout
 from octavo.checkpoint.export.values import Value, iter_values
 from octavo.config import Config
+from octavo.models.weights.ties import is_untied
 from octavo.train.artifacts.load_target import Target, inspect_target
 from octavo.train.errors import TrainError
 
@@ -96,14 +97,15 @@ def export_model(
         format = choice.format
     device = torch.device(device or accelerator.default_device())
     values: Iterator[tuple[str, Value]]
+    untied = None
     if target.kind == "run":
         opened = target.open(step=step, device=device, log=log)
         log(f"{path}: {', '.join(opened.notes)}" if opened.notes else str(path))
-        values = iter_values(opened.model)
+        values, untied = iter_values(opened.model), is_untied(opened.model, models.empty(target.base))
     else:
         log(f"{path}: {target.quantization or 'high precision'}")
         values = models.iter_weights(target.base)
     return export(
         values, target.base, directory, format, include=include, largest=largest, device=device,
-        random=target.random is not None, protect=(target.path,), log=log, progress=progress,
+        random=target.random is not None, untied=untied, protect=(target.path,), log=log, progress=progress,
     )  # fmt: skip

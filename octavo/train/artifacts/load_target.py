@@ -26,6 +26,7 @@ from torch import nn
 
 from octavo import checkpoint, fp8, models, parallel
 from octavo.base import accelerator, safe_read
+from octavo.base.plural import count_noun
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.run_state.files import read_state
@@ -351,9 +352,10 @@ def _describe_plan(model: nn.Module, plan: fp8.Plan | None) -> str:
     codes = sum(1 for _ in frozen_weights(model))
     rows = [] if plan is None else [row for row in plan.rows if row.recipe is not None and row.backend is not None]
     if not rows:
-        return f"{codes} FP8 weights, dequantized where they are used" if codes else "high precision"
+        return f"{count_noun(codes, 'FP8 weight')}, dequantized where they are used" if codes else "high precision"
     used = sorted({f"{r.recipe.name} on {r.backend.backend.name}" for r in rows if r.recipe and r.backend})
-    return f"{len(rows)} layers in FP8 ({', '.join(used)})" + (f", {codes} weights frozen codes" if codes else "")
+    frozen = f", {count_noun(codes, 'weight')} frozen codes" if codes else ""
+    return f"{count_noun(len(rows), 'layer')} in FP8 ({', '.join(used)}){frozen}"
 
 
 def _inspect_run(folder: Path, base: str | Path | None) -> Target:

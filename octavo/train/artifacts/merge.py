@@ -30,11 +30,13 @@ from torch import Tensor, nn
 from octavo import adapters, fp8, models
 from octavo.adapters.merge import adapted_weights
 from octavo.adapters.merge_error import MIN_KEPT, MergeErrors
+from octavo.base.plural import count_noun
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import ExportResult, Progress, check_target, export
 from octavo.checkpoint.export.formats import FP8
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
+from octavo.models.weights.ties import is_untied
 from octavo.train.artifacts.export import choose_target_format
 from octavo.train.artifacts.load_target import HIGH, OpenedTarget, Target, inspect_target
 from octavo.train.errors import TrainError
@@ -145,12 +147,14 @@ def merge_model(
     if trained and kind == "fp8":
         base_error = adapters.base_errors(model, models.load(origin.base, dtype=_dtype(origin.base)))
 
+    untied = is_untied(model, models.empty(origin.base))
+
     def write(format: str) -> tuple[ExportResult, MergeErrors]:
         merge_error = MergeErrors(adapted_weights(model))
         done = export(
             _iter_checked_values(model, merge_error, format, kind, anyway, log),
             origin.base, directory, format, include=include, protect=[source], device=device,
-            random=origin.random is not None, progress=progress, written=merge_error.add,
+            random=origin.random is not None, untied=untied, progress=progress, written=merge_error.add,
         )  # fmt: skip
         return done, merge_error
 
@@ -223,16 +227,17 @@ def _describe_errors(merge_error: MergeErrors) -> list[str]:
     if not any(w.delta for w in merge_error.weights.values()):
         return ["the adapter changes nothing: its B is zero, as before training; the base was written"]
     if counted := merge_error.fp8_weights():
-        worst = merge_error.worst(1)[0]
+        worst, many = merge_error.worst(1)[0], count_noun(len(counted), "FP8 weight")
         lines.append(
-            f"{merge_error.kept:.1%} of the adapter's change survives in {len(counted)} FP8 weights, with an error of "
+            f"{merge_error.kept:.1%} of the adapter's change survives in {many}, with an error of "
             f"{merge_error.error:.3g} times the change; the worst, {worst.name}: {worst.kept:.1%}, {worst.error:.3g}"
         )
     if rounded := merge_error.rounded_weights():
         worst = min(rounded, key=lambda w: w.kept)
         lines.append(
-            f"BF16 rounds more than {1 - MIN_KEPT:.0%} of the change away in {len(rounded)} weights; the worst, "
-            f"{worst.name}, which the adapter changes by {worst.relative:.2%} of its norm, keeps {worst.kept:.1%}"
+            f"BF16 rounds more than {1 - MIN_KEPT:.0%} of the change away in {count_noun(len(rounded), 'weight')}; "
+            f"the worst, {worst.name}, which the adapter changes by {worst.relative:.2%} of its norm, keeps "
+            f"{worst.kept:.1%}"
         )
     return lines
 

@@ -117,8 +117,8 @@ def load_weights(cfg: Config, device: torch.device, log: Callable[[str], None]) 
         return models.init_model(path, model_dtype(cfg), device, *seed_and_std), {}
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
         _log_dequantized(cfg, log)
-        return models.load_split(path, device=device)
-    return models.load(path, dtype=model_dtype(cfg), device=device, **_fp8_load_options(cfg, log)), {}
+        return models.load_split(path, device=device, log=log)
+    return models.load(path, dtype=model_dtype(cfg), device=device, **_fp8_load_options(cfg, log), log=log), {}
 
 
 def _log_random_init(cfg: Config, log: Callable[[str], None]) -> None:
