@@ -275,4 +275,4 @@ def test_another_machine_continues_the_statements_of_power(tmp_path: Path) -> No
     changed = command._written(tmp_path / "b.json", saved, [{"units": 5}], 30)
     assert changed[:1] == saved and changed[1]["trained"] == 30 and changed[1]["designs"] == [{"units": 5}]
     assert command._written(tmp_path / "b.json", [], [{"units": 5}], 31) == changed
-    assert command._saved("smollm2")[0]["trained"] == 30 and command._saved("no-such-study") == []
+    assert command._read_power("smollm2")[0]["trained"] == 30 and command._read_power("no-such-study") == []

@@ -52,7 +52,7 @@ def main() -> int:
     with units.alone(home):
         planned = study.units(home)
         done = sum(units.read(home, unit, study.archive) is not None for unit in planned)
-        written = _written(home / f"power_{args.study}.json", _saved(args.study), estimates, done)
+        written = _written(home / f"power_{args.study}.json", _read_power(args.study), estimates, done)
         print(f"{len(planned)} units in {home}", flush=True)
         log = functools.partial(print, flush=True)
         outcomes = units.train_all(home, planned, args.jobs, args.hours, log, study.archive)
@@ -71,7 +71,7 @@ def told(estimate: dict[str, Any]) -> str:
     )
 
 
-def _saved(name: str) -> list[dict[str, Any]]:
+def _read_power(name: str) -> list[dict[str, Any]]:
     """The estimates in the study's result file, which a machine without its folder continues."""
     results = HERE.parent / "results" / f"study_{name}.json"
     return json.loads(results.read_text(encoding="utf-8"))["power"] if results.exists() else []

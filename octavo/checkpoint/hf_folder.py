@@ -42,7 +42,7 @@ from octavo.models.folder.folder import (
 )
 from octavo.models.processors import stop_tokens
 from octavo.models.weights.shards import has_weights
-from octavo.models.weights.ties import empty_untied, is_untied
+from octavo.models.weights.ties import empty_without_ties, keeps_weights_apart
 
 MAX_FILE_BYTES = 5 * 10**9  # bytes of a file, the default of transformers
 _FAILURES = (OSError, RuntimeError, TypeError, ValueError)
@@ -96,8 +96,8 @@ def save_hf(
         )
     check_companions(source, copied=True)
     stock_model = models.empty(source)
-    untied = is_untied(model, stock_model)
-    stock = StockModel(empty_untied(source) if untied else stock_model)
+    untied = keeps_weights_apart(model, stock_model)
+    stock = StockModel(empty_without_ties(source) if untied else stock_model)
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if not skip(name)}
     _check_names(state, stock.model)
     state = {name: master_of(state[name]) for name in stock.weights if name in state}

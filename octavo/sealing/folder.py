@@ -28,7 +28,7 @@ from octavo.checkpoint.hf_folder import MAX_FILE_BYTES, plan_parts
 from octavo.models.folder.folder import companions, copy_companions, read_companion, read_json, require_one_folder
 from octavo.models.weights.iterate import stored_dtypes
 from octavo.models.weights.shards import open_weights
-from octavo.models.weights.ties import empty_as_loaded
+from octavo.models.weights.ties import empty_like_load
 from octavo.models.weights.unloaded import PREDICTION_KEYS, describe_names, find_unloaded, is_prediction
 from octavo.sealing import permute
 from octavo.sealing.check import check_structure
@@ -78,7 +78,7 @@ def seal_model(
     _check_folders(source, target)
     if read_note(source, SealError) is not None:
         raise SealError(f"{source} is sealed already ({NOTE}). Use the plain folder")
-    stock = Matrices(empty_as_loaded(source))
+    stock = Matrices(empty_like_load(source))
     _refuse_unloaded(source, stock)
     axes = read_structure(stock.model)
     orders = axes.draw(key)
@@ -118,7 +118,7 @@ def unseal_model(
     check_sealed_with(source, key)
     if like is not None and read_note(like, SealError) is not None:
         raise SealError(f"--model {like} is sealed, too. Use the plain folder with the tokenizer")
-    stock = Matrices(empty_as_loaded(source))
+    stock = Matrices(empty_like_load(source))
     _refuse_unloaded(source, stock)
     axes = read_structure(stock.model)
     orders = axes.draw(key)

@@ -129,7 +129,7 @@ def export(
             shards.write(name, value)
         shards.finish()
         quantization = None if plan.quantization is None else to_config(carried.add_skipped(plan.quantization))
-        end = write_companions(source, folder, torch.bfloat16, quantization, carried.config, plan.is_untied(source))
+        end = write_companions(source, folder, torch.bfloat16, quantization, carried.config, plan.drops_ties(source))
         skipped = plan.skipped if plan.kind else {}
         done = ExportResult(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds, plan.layers,
@@ -145,7 +145,7 @@ def export(
         check_target(target, [])  # again, because files may have been added during the export
     for sentence in done.sentences():
         log(sentence)
-    if plan.is_untied(source):
+    if plan.drops_ties(source):
         log(f"config.json has {TIED}: false: the model has two different weights where {source} announces one")
     return done
 

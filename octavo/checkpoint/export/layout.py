@@ -32,8 +32,8 @@ from octavo.models.folder.quantization import (
     matches_pattern,
     matches_target,
 )
-from octavo.models.structure.skeleton import says_tied
-from octavo.models.weights.ties import empty_as_loaded, empty_untied
+from octavo.models.structure.skeleton import config_ties
+from octavo.models.weights.ties import empty_like_load, empty_without_ties
 
 #: format -> the kind of its scales (`fp8.weights.FROZEN` has their casts); bf16 has none
 FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dynamic": "row", "fp8-tensor": "tensor"}
@@ -79,9 +79,9 @@ class Layout:
     def kind(self) -> str | None:
         return FORMATS[self.format]
 
-    def is_untied(self, source: Path) -> bool:
+    def drops_ties(self, source: Path) -> bool:
         """Return whether config.json of the source ties weights that this export keeps separate."""
-        return not says_tied(self.names.model.config) and says_tied(models.read_config(source))
+        return not config_ties(self.names.model.config) and config_ties(models.read_config(source))
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class ExportModel:
     def read(cls, source: str | Path, untied: bool | None = None) -> ExportModel:
         """Return the model of a folder, without tied weights or as config.json ties them; None: as the weights of the
         folder are. Raises ModelError."""
-        build = empty_as_loaded if untied is None else empty_untied if untied else models.empty
+        build = empty_like_load if untied is None else empty_without_ties if untied else models.empty
         return cls.of(build(source, torch.bfloat16), str(source))
 
     @classmethod

@@ -80,6 +80,7 @@ def resolve_twin(cfg: Config, log: Callable[[str], None]) -> Config:
         raise ModelError(_refusal(twin.name, base.name, problems))
     for note in _different_inputs(base, twin):
         log(f"note: {note}")
+    # A folder on this machine is checked where its weights are read.
     if hub.origin(twin.folder) is not None:
         check_weight_files(hub.fetch_weights(twin.folder))
     log(

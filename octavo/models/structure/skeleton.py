@@ -82,7 +82,7 @@ def untie(config: PreTrainedConfig) -> None:
             setattr(part, TIED, False)
 
 
-def says_tied(config: PreTrainedConfig) -> bool:
+def config_ties(config: PreTrainedConfig) -> bool:
     """Return whether `tie_word_embeddings` of a configuration or of one of its parts is true."""
     return any(getattr(part, TIED, False) for part in (config, *(getattr(config, n, None) for n in config.sub_configs)))
 

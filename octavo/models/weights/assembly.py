@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from octavo import fp8
@@ -27,7 +27,6 @@ from octavo.models.folder.folder import find_file, open_plain
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.models.structure.describe import WITHOUT_HEAD, describe
 from octavo.models.weights.fp8_codes import PairedWeights, pair_scales
-from octavo.models.weights.mistral3_single import keep_single_features
 from octavo.models.weights.name_mapping import Origin, Sources, is_transposed, map_sources
 from octavo.models.weights.shards import Shards, open_weights
 from octavo.models.weights.streaming import WeightStream
@@ -427,3 +426,20 @@ def _make_buffers(model: PreTrainedModel) -> None:
             part._parameters.update(parameters)
 
     visit(model, "", model)
+
+
+def keep_single_features(model: nn.Module) -> None:
+    """Make the projector of Mistral 3 return a single feature as [1, 1, width]. Other families and several features are
+    not changed.
+
+    Its `get_image_features` squeezes the first dimension of the projector's output, [features, width], to remove a
+    batch dimension. With a single feature this removes the feature's dimension, and the width is split afterwards.
+    """
+    if getattr(model.config, "model_type", None) == "mistral3":
+        for name, module in model.named_modules():
+            if name.endswith("multi_modal_projector"):
+                module.register_forward_hook(_keep_batch_dim)
+
+
+def _keep_batch_dim(projector: nn.Module, args: tuple[object, ...], features: Tensor) -> Tensor | None:
+    return features[None] if len(features) == 1 else None

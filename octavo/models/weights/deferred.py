@@ -28,7 +28,7 @@ from octavo.models.weights.assembly import (
 )
 from octavo.models.weights.loading import WIDER_THAN_BF16, open_folder
 from octavo.models.weights.name_mapping import Origin, is_transposed
-from octavo.models.weights.ties import compare_twice_stored, settle_config, ties_of
+from octavo.models.weights.ties import compare_copies, settle_config, ties_of
 
 #: parameter (its name in the folder's model, its module, its name in the module), values, lower halves or None
 PlaceFn = Callable[[str, nn.Module, str, Tensor, Tensor | None], None]
@@ -161,7 +161,7 @@ def _drop_equal_ties(prepared: PreparedModel) -> None:
     """Handle tied weights that the folder contains twice: skip the second if the values are equal, as in transformers;
     untie them if they differ. Reads both."""
     stream, origins = prepared.stream, prepared.sources.origins
-    for target, _, same in compare_twice_stored(ties_of(prepared.model), origins, stream.shards, stream.dtype_of):
+    for target, _, same in compare_copies(ties_of(prepared.model), origins, stream.shards, stream.dtype_of):
         if same:
             origins.remove(next(origin for origin in origins if origin.name == target))
         else:

@@ -19,7 +19,7 @@ from octavo.models.weights.assembly import map_tensors
 from octavo.models.weights.name_mapping import Origin
 from octavo.models.weights.shards import open_weights
 from octavo.models.weights.streaming import WeightStream
-from octavo.models.weights.ties import empty_as_loaded, ties_of
+from octavo.models.weights.ties import empty_like_load, ties_of
 
 
 def iter_weights(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
@@ -36,7 +36,7 @@ def iter_weights(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str,
     quantization = read_quantization(folder)
     shards, _ = open_weights(folder, quantization is not None)
     with shards:
-        model = empty_as_loaded(folder)
+        model = empty_like_load(folder)
         paired, sources, _ = map_tensors(folder, model, shards, quantization, keep_fp8)
         dtypes: dict[str, torch.dtype] = {}
         ties = ties_of(model)
@@ -70,7 +70,7 @@ def stored_dtypes(path: str | Path) -> dict[str, torch.dtype]:
     folder = Path(path)
     quantization = read_quantization(folder)
     with open_weights(folder, quantization is not None)[0] as shards:
-        model = empty_as_loaded(folder)
+        model = empty_like_load(folder)
         _, sources, _ = map_tensors(folder, model, shards, quantization, True)
         ties = ties_of(model)
         pairs = ((name, origin) for origin in sources.origins for name in origin.targets or (origin.name,))

@@ -33,12 +33,12 @@ from octavo.models.weights.assembly import (
     assemble,
     check_dtype_kinds,
     check_loading_report,
+    keep_single_features,
     map_tensors,
     note_unloaded,
     prepare,
     requested_kinds,
 )
-from octavo.models.weights.mistral3_single import keep_single_features
 from octavo.models.weights.name_mapping import map_sources
 from octavo.models.weights.shards import Shards, open_weights
 from octavo.models.weights.ties import settle_config

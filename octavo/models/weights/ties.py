@@ -28,7 +28,7 @@ def ties_of(model: object) -> dict[str, str]:
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def empty_untied(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def empty_without_ties(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the model of a folder on the meta device, with no tied weights, whatever config.json says.
 
     Raises ModelError if the family ties them independently of `tie_word_embeddings`.
@@ -45,7 +45,7 @@ def empty_untied(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreT
     return model
 
 
-def empty_as_loaded(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def empty_like_load(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the model of a folder on the meta device, with the ties that `models.load` gives it.
 
     Like `models.empty`, but a folder that holds tied weights twice is read to compare them. Weights may be missing.
@@ -58,17 +58,17 @@ def empty_as_loaded(folder: str | Path, dtype: torch.dtype = torch.float32) -> P
     with open_weights(folder, quantization is not None)[0] as shards:
         paired = pair_scales(shards.stored.values(), quantization, folder)
         origins = map_sources(model, paired.weights).origins
-        compared = compare_twice_stored(ties_of(model), origins, shards)
-    return model if all(same for *_, same in compared) else empty_untied(folder, dtype)
+        compared = compare_copies(ties_of(model), origins, shards)
+    return model if all(is_equal for *_, is_equal in compared) else empty_without_ties(folder, dtype)
 
 
-def is_untied(model: object, stock: PreTrainedModel) -> bool:
+def keeps_weights_apart(model: object, stock: PreTrainedModel) -> bool:
     """Return whether weights of a model are separate that config.json of its folder ties. stock: `models.empty` of the
     folder."""
     return hasattr(model, "all_tied_weights_keys") and bool(ties_of(stock).keys() - ties_of(model).keys())
 
 
-def compare_twice_stored(
+def compare_copies(
     ties: dict[str, str], origins: Iterable[Origin], shards: Shards, dtype: Callable[[str], torch.dtype] | None = None
 ) -> list[tuple[str, str, bool]]:
     """Return (second name, first name, whether their values are equal) of tied parameters that are both on disk.
@@ -82,11 +82,13 @@ def compare_twice_stored(
             continue
         one, other = stored[second], stored[first]
         common = torch.float64 if dtype is None else dtype(first)
-        same = one.shape == other.shape and not (one.is_codes or other.is_codes)  # codes are values only with scales
-        same = same and all(
+        is_equal = one.shape == other.shape and not (
+            one.is_codes or other.is_codes
+        )  # codes are values only with scales
+        is_equal = is_equal and all(
             torch.equal(*(shards.read(entry, rows).to(common) for entry in (one, other))) for rows in chunks(one.shape)
         )
-        compared.append((second, first, same))
+        compared.append((second, first, is_equal))
     return compared
 
 

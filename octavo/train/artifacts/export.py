@@ -19,7 +19,7 @@ from octavo.checkpoint.export.formats import FP8, FormatChoice, choose_format
 from octavo.checkpoint.export.layout import plan_layout
 from octavo.checkpoint.export.values import Value, iter_values
 from octavo.config import Config
-from octavo.models.weights.ties import is_untied
+from octavo.models.weights.ties import keeps_weights_apart
 from octavo.train.artifacts.load_target import Target, inspect_target
 from octavo.train.errors import TrainError
 
@@ -101,7 +101,7 @@ def export_model(
     if target.kind == "run":
         opened = target.open(step=step, device=device, log=log)
         log(f"{path}: {', '.join(opened.notes)}" if opened.notes else str(path))
-        values, untied = iter_values(opened.model), is_untied(opened.model, models.empty(target.base))
+        values, untied = iter_values(opened.model), keeps_weights_apart(opened.model, models.empty(target.base))
     else:
         log(f"{path}: {target.quantization or 'high precision'}")
         values = models.iter_weights(target.base)

@@ -36,7 +36,7 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import ExportResult, Progress, check_target, export
 from octavo.checkpoint.export.formats import FP8
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
-from octavo.models.weights.ties import is_untied
+from octavo.models.weights.ties import keeps_weights_apart
 from octavo.train.artifacts.export import choose_target_format
 from octavo.train.artifacts.load_target import HIGH, OpenedTarget, Target, inspect_target
 from octavo.train.errors import TrainError
@@ -147,7 +147,7 @@ def merge_model(
     if trained and kind == "fp8":
         base_error = adapters.base_errors(model, models.load(origin.base, dtype=_dtype(origin.base)))
 
-    untied = is_untied(model, models.empty(origin.base))
+    untied = keeps_weights_apart(model, models.empty(origin.base))
 
     def write(format: str) -> tuple[ExportResult, MergeErrors]:
         merge_error = MergeErrors(adapted_weights(model))

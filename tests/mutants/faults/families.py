@@ -117,7 +117,7 @@ area(
         "models/test_unused_towers.py",
     ),
     (
-        "images-of-one-feature", "models/weights/mistral3_single.py",
+        "images-of-one-feature", "models/weights/assembly.py",
         "if len(features) == 1 else None", "if len(features) == 0 else None",
         "an image of one feature, alone in its batch, ends Mistral 3's forward",
         "data/test_inputs.py",
