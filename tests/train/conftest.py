@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import train
 from octavo.config import Config, load_config_text
@@ -102,3 +104,18 @@ run: {{dir: {tmp_path / dir}, health_every: 0, tensorboard: false, hf: false, th
         return load_config_text(text, overrides)
 
     return build
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Compile without generating code, which takes most of the time and rounds otherwise, and list the graphs."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    made = []
+
+    def count(graph: Any, inputs: Any, **options: Any) -> Any:
+        made.append(graph)
+        return aot_eager(graph, inputs, **options)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    return made

@@ -20,21 +20,6 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    """Compile without generating code, and count the graphs."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    made = []
-
-    def count(graph, inputs, **options):
-        made.append(graph)
-        return aot_eager(graph, inputs, **options)
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    return made
-
-
 COMMON = ("train.steps=4", "train.warmup=0", "data.eval=[]")
 
 

@@ -268,14 +268,12 @@ def test_the_loss_rows_say_what_the_base_takes(make):
 
 @pytest.mark.usefixtures("bare_forward")
 @pytest.mark.long
-def test_compiled_blocks_carry_adapters(make, place: Path):
-    """Sums are taken in another order, as in any compiled run; the first step is eager, for the proof."""
+def test_compiled_blocks_carry_adapters(make, place: Path, graphs):
     data = place / "digits" / "train_text.json"
     over = (f"model.path={place / 'text'}", f"data.train=[{{path: {data}}}]", "data.eval=[]", *LORA,
             "train.seq_length=512", "train.steps=4")  # fmt: skip
     eager, compiled = (train.run(make(*over, f"train.compile={on}", dir=on)) for on in ("false", "true"))
-    mine, theirs = compiled.losses(), eager.losses()
-    assert mine[1] == theirs[1] and list(mine.values()) == pytest.approx(list(theirs.values()), rel=5e-3)
+    assert graphs and compiled.losses() == eager.losses()
     assert compiled.base["unchanged"]
 
 

@@ -316,9 +316,9 @@ def test_fp16_works_with_memory_savings(text, more: tuple[str, ...]):
 
 
 @pytest.mark.long
-def test_compiled_blocks_compute_in_fp16(text):
+def test_compiled_blocks_compute_in_fp16(text, graphs):
     low = train.run(text("train.compile=true", "train.steps=4", dir="compiled")).losses()
-    assert low == pytest.approx(train.run(text("train.steps=4", dir="eager")).losses(), rel=1e-2)
+    assert graphs and low == train.run(text("train.steps=4", dir="eager")).losses()
     assert {row["loss_scale"] for row in rows_of(text(dir="compiled"))} == {65536.0}
 
 

@@ -174,6 +174,7 @@ WEIGHTS = 'fp8.rules=[{match: "**.up_proj", recipe: off}]'
     ],
     ids=lambda settings: " ".join(settings) or "plain",
 )
+@pytest.mark.usefixtures("graphs")
 def test_a_run_reports_them_once_and_losses_stay(make, planted: Path, monkeypatch, settings: tuple[str, ...]) -> None:
     common = ("fp8.recipe=tensorwise", WEIGHTS, f"model.path={planted}", *SHORT, *settings)
     cfg = make(*common)
