@@ -231,7 +231,7 @@ SHAPES = {
 }
 
 DTYPES = {
-    "dyn-scales-bf16": Case("dyn", OK, edit_all("_scale", lambda t: torch.exp2(t.log2().round()).bfloat16())),
+    "dyn-scales-bf16": Case("dyn", OK, edit_all("_scale", lambda t: t.bfloat16())),
     "dyn-scales-i32": Case("dyn", WRONG, edit_all("_scale", lambda t: t.int())),
     "dyn-codes-u8": Case("dyn", WRONG, edit(DOWN, lambda t: t.view(torch.uint8))),
     "dyn-codes-f32": Case("dyn", OK, edit(DOWN, lambda t: t.float())),
@@ -239,7 +239,8 @@ DTYPES = {
     "dyn-codes-e5m2-large": Case("dyn", WRONG, both(edit(DOWN, _times_32_in_e5m2), edit(DOWN_SCALE, lambda t: t / 32))),
     "dyn-embed-fp8": Case("dyn", REFUSES, in_fp8(EMBED)),
     "dyn-embed-fp8-noscale": Case("dyn", WRONG, in_fp8(EMBED, scale=False)),
-    "dyn-norm-fp8": Case("dyn", WRONG, edit(NORM, lambda t: t.to(torch.float8_e4m3fn))),
+    "dyn-norm-fp8": Case("dyn", OK, edit(NORM, lambda t: t.to(torch.float8_e4m3fn))),
+    "dyn-norm-codes": Case("dyn", WRONG, edit(NORM, lambda t: (t * (448 / t.abs().max())).to(torch.float8_e4m3fn))),
     "dyn-head-fp8": Case("dyn", REFUSES, in_fp8(HEAD)),
     "block-head-fp8-unlisted": Case(
         "block", REFUSES, both(in_fp8(HEAD, "fp8-block"), q(lambda block: block.update(modules_to_not_convert=[])))

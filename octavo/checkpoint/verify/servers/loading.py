@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo.checkpoint.stock_model import Linear
@@ -372,7 +373,10 @@ class _Loading:
             if tensor.dtype not in (*_HIGH, "F8_E8M0"):
                 self._add(GARBAGE, f"scales of dtype {tensor.dtype} are copied as numbers: {name!r}")
         elif slot.role == "values":
-            if tensor.fp8:
+            # A cast with a scale uses the upper half of the range, as one of the values themselves rarely does.
+            if tensor.fp8 and self._all(tensor, lambda rows: rows.float().abs() <= torch.finfo(rows.dtype).max / 2):
+                self._add(OK, f"{name!r} is in FP8, and read as it is", warns=True)
+            elif tensor.fp8:
                 self._add(GARBAGE, f"the codes of {name!r} are taken for values, without their scales")
             elif tensor.dtype not in _HIGH:
                 self._add(GARBAGE, f"values of dtype {tensor.dtype} are copied as numbers: {name!r}")
