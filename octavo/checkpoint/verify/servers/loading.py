@@ -154,8 +154,6 @@ class _Loading:
         """Add the event of a folder without problems."""
         if layout is not None and layout.weights_only:
             self.run = self.decides = False
-        if layout is not None and layout.static and layout.method == "compressed-tensors":
-            self.run = False  # the CPU build lacks an operation (silu_and_mul_quant); AutoFP8's form needs none
         if layout is None or layout.kind == "none":
             self._add(OK, "names, shapes and dtypes are the model's")
         elif layout.block is not None:
