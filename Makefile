@@ -52,7 +52,7 @@ test-long: install ## the long tests: kill and resume at random moments, several
 test-oldest: install ## some tests, and each family's loss, with the lowest versions in pyproject.toml (torch from tests/constraints.txt, or TORCH=2.11.0)
 	$(PYTHON) -m venv --clear build/oldest
 	$(BIN)/python tests/oldest.py $(TORCH) > build/oldest/lowest.txt
-	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check -r build/oldest/lowest.txt
+	build/oldest/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r build/oldest/lowest.txt
 	build/oldest/bin/python -m pytest -q -p no:cacheprovider -m "not long and not gpu" $(OLDEST_TESTS)
 	$(if $(TORCH),,$(BIN)/python -m tests.family_losses write build/oldest/losses)
 	$(if $(TORCH),,build/oldest/bin/python -m tests.family_losses compare build/oldest/losses)

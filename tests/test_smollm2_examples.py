@@ -43,6 +43,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("no_memory")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_plans_every_layer_in_fp8(path: Path, shape: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(path), f"model.path={shape}", "--json"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -77,8 +78,9 @@ def test_wheel_of_tracked_files_runs_in_another_folder(wheel, tmp_path):
     assert str(tmp_path) in subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
 
 
-# The demo with few digits and steps. One process, because most of what commands cost is their imports.
+# The demo with few digits and steps, without forks.
 SMALL_DEMO = """
+import functools
 import octavo
 from octavo.cli import main
 from octavo.data.builtin import digits
@@ -89,6 +91,7 @@ if __name__ == "__main__":
     print(octavo.__file__, main.__file__, sep="\\n")
     write = digits.write
     digits.write = lambda directory, console=None: write(directory, train=64, test=16)
+    demo.compare = functools.partial(demo.compare, forks=0)
     demo.run("demo", steps=4, console=Console(width=200))
 """
 
@@ -121,6 +124,7 @@ def test_small_demo_runs_from_a_wheel_in_an_empty_environment(wheel, tmp_path, m
     monkeypatch.setattr(train, "run", refuse)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(digits, "write", lambda *_, **__: None)
+    monkeypatch.setattr(demo, "compare", functools.partial(demo.compare, forks=0))
     verdict = demo.run("demo", steps=4)
     assert verdict.line in printed
     fp8 = verdict.data["arms"][2]
