@@ -61,14 +61,16 @@ def show(verified: Any, everything: bool) -> None:
     groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for finding in verified.findings:
         groups[finding.status, finding.kind].append(finding)
-    for (status, _), findings in groups.items():
+    for (status, kind), findings in groups.items():
         print()
         # A damaged folder can have a finding for each tensor.
         shown = findings if everything else findings[:_SHOWN]
         for finding in shown:
             print(f"{status}: {finding.text}")
-        if len(findings) > len(shown):
-            print(f"{status}: ... and {len(findings) - len(shown)} more of this kind (--all lists them)")
+        if rest := findings[len(shown) :]:
+            # Which tensors have no counterpart is the answer; of other kinds the number is.
+            names = f": {', '.join(printable(f.tensor) for f in rest)}" if kind == "against-names" else ""
+            print(f"{status}: ... and {len(rest)} more of this kind (--all lists them){names}")
     if verified.compared:
         _show_compared(verified, everything)
     print()

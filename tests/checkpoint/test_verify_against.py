@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.checkpoint import verify
 from octavo.checkpoint.verify import VerifyResult
+from octavo.cli.main import main
 from octavo.models.tiny import tiny
 from tests.checkpoint import folders
 from tests.checkpoint.folders import Good
@@ -64,6 +65,14 @@ def test_unplaced_tensors_are_reported(good: Good, copy: Callable[..., Path]) ->
     verified = verify(good("fp8-block"), against=base)
     assert found(verified) == {"against-names": {"score.weight", "model.extra_adapter.weight"}}
     assert all("no place for it" in finding.text for finding in verified.failures)
+
+
+def test_command_names_every_tensor_without_a_counterpart(good: Good, copy: Callable[..., Path], capsys) -> None:
+    base, lost = copy(), [f"model.extra_{number}.weight" for number in range(6)]
+    add(base, {name: torch.randn(8, 8) for name in lost})
+    assert main(["verify", str(good("fp8-block")), "--against", str(base)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(name in printed for name in lost) and "and 3 more of this kind (--all lists them): model" in printed
 
 
 def test_missing_layer_is_reported(good: Good, copy: Callable[..., Path]) -> None:
