@@ -1,8 +1,8 @@
 """Which weights of a folder are tied: the ones that config.json ties, unless the folder has both with other values.
 
 transformers decides so (`PreTrainedModel.tie_weights`): where both tensors are on disk and differ, config.json is
-wrong, and the model keeps two weights. Such a model is saved with both tensors and `tie_word_embeddings: false`,
-because servers follow config.json: vLLM would drop one of the two.
+wrong, and the model keeps two weights. Such a model is saved with both tensors and `tie_word_embeddings: false`: vLLM
+reads an `lm_head` on disk under either config, but a loader may follow config.json and leave it out.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ def compare_copies(
             continue
         one, other = stored[second], stored[first]
         common = torch.float64 if dtype is None else dtype(first)
-        is_equal = one.shape == other.shape and not (
-            one.is_codes or other.is_codes
-        )  # codes are values only with scales
+        in_fp8 = one.is_codes or other.is_codes  # codes are values only with their scales
+        is_equal = one.shape == other.shape and not in_fp8
         is_equal = is_equal and all(
             torch.equal(*(shards.read(entry, rows).to(common) for entry in (one, other))) for rows in chunks(one.shape)
         )
