@@ -17,7 +17,7 @@ OLDEST_TESTS = tests/config/test_schema.py tests/data/test_encode.py tests/data/
 	tests/train/test_run.py::test_it_leaves_a_whole_run_directory \
 	tests/train/test_run.py::test_pretraining_learns_every_token tests/train/test_lora.py::test_a_base_that_is_in_fp8_on_disk
 
-.PHONY: help install demo real test test-long test-oldest test-server server docs gpu lint types clean
+.PHONY: help install demo real test test-long test-rare test-oldest test-server server docs gpu lint types clean
 
 help:             ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,7 +47,10 @@ test: lint types  ## the tests that every change must pass, about 8 minutes on 2
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long and not gpu and not server"
 
 test-long: install ## the long tests: kill and resume at random moments, several ranks, example files
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu and not server"
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not rare and not gpu and not server"
+
+test-rare: install ## long tests of what hardly changes: memory peaks of large models, Inductor, the survey of families
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "rare and not gpu and not server"
 
 test-oldest: install ## some tests, and each family's loss, with the lowest versions in pyproject.toml (torch from tests/constraints.txt, or TORCH=2.11.0)
 	$(PYTHON) -m venv --clear build/oldest

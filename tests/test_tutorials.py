@@ -22,7 +22,7 @@ BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 STORIES = [["own_data", "lora_24gb", "reading_the_page"], ["trainer"]]
 VERDICTS = {"compare": {0, 1, 3}}  # that a trial was made; what it finds is the machine's to say
 #: of trials in 50 steps on these examples no page names a figure; forks are those of report/test_demo.py
-SHORTER = {"compare": ["train.steps=6", "--forks", "0"]}
+SHORTER = {"compare": ["train.steps=6", "data.eval.0.max_samples=8", "--forks", "0"]}
 
 
 def typed(line: str) -> None:

@@ -139,6 +139,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
 
 
 @pytest.mark.long
+@pytest.mark.rare
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's counts of memory are Linux's")
 @pytest.mark.parametrize("kind", KINDS)
 def test_peak_memory_is_the_model(measured: dict[str, dict[str, float]], kind: str) -> None:

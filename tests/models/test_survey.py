@@ -38,6 +38,7 @@ def test_some_families():
 
 
 @pytest.mark.long
+@pytest.mark.rare
 def test_every_family_of_this_version():
     actual = list(survey.survey())
     names = {one.model_type for one in actual}

@@ -74,6 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.mark.long
+@pytest.mark.rare
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's counts of memory are Linux's")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_holds_its_shard_and_at_most_one_tensor(folders: tuple[str, str], kind: str):

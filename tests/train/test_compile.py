@@ -72,6 +72,7 @@ def test_updates_in_backward_go_through_compiled_blocks(make, graphs, clip: floa
 
 
 @pytest.mark.long
+@pytest.mark.rare
 def test_inductor_trains_as_eager_does(make):
     """With updates in backward, which come between the graphs; those of a step come after all of them, as in
     test_lora.py's compiled blocks."""
