@@ -115,6 +115,7 @@ def export(
         check_template(models.load_tokenizer(source), source)
     stop_tokens.missing_end_token(source)  # refuses the tokenizer of another model
     plan = layouts.plan_layout(source, format, include, untied)
+    untied = plan.drops_ties(source)
     carried = Carried(source)
     if has_weights(source):
         carried = plan_carried(source, plan.names.model, plan.quantization, plan.fused, RANDOM if random else None)
@@ -129,7 +130,7 @@ def export(
             shards.write(name, value)
         shards.finish()
         quantization = None if plan.quantization is None else to_config(carried.add_skipped(plan.quantization))
-        end = write_companions(source, folder, torch.bfloat16, quantization, carried.config, plan.drops_ties(source))
+        end = write_companions(source, folder, torch.bfloat16, quantization, carried.config, untied)
         skipped = plan.skipped if plan.kind else {}
         done = ExportResult(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds, plan.layers,
@@ -145,7 +146,7 @@ def export(
         check_target(target, [])  # again, because files may have been added during the export
     for sentence in done.sentences():
         log(sentence)
-    if plan.drops_ties(source):
+    if untied:
         log(f"config.json has {TIED}: false: the model has two different weights where {source} announces one")
     return done
 
