@@ -80,7 +80,7 @@ def searched(*places: Path | str) -> int:
     return count
 
 
-def test_encrypted_run_writes_no_plain_text(place, capfd, uncounted):
+def test_encrypted_run_writes_no_plain_text_and_resumes_only_with_its_key(place, capfd, monkeypatch, uncounted):
     assert main(["train", str(place / "run.yaml")]) == 0
     told = "".join(capfd.readouterr())
     assert "1 skipped" in told and "skipped.jsonl.aes" in told
@@ -99,10 +99,7 @@ def test_encrypted_run_writes_no_plain_text(place, capfd, uncounted):
         with pytest.raises(AssertionError, match="holds what is secret"):  # the search finds what is there
             searched(plain)
 
-
-def test_encrypted_run_resumes_only_with_its_key(place, capfd, monkeypatch, uncounted):
-    """After the test before, whose run is copied as if it had been stopped."""
-    run, again = place / "run", place / "again"
+    again = place / "again"  # as if it had been stopped
     shutil.copytree(run, again)
     shutil.rmtree(again / "checkpoints/step_4")
     (again / "result.json").unlink()
