@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -110,6 +111,16 @@ def is_gpu(device: torch.device) -> bool:
     """Return whether torch calls the device ``cuda``: an NVIDIA GPU, or an AMD GPU if torch is built for ROCm.
     For kernels and libraries that support only these."""
     return device.type == "cuda"
+
+
+def runs_inductor_graphs(index: int | None = None) -> bool:
+    """Return True if this process runs CUDA graphs of ``torch.compile(mode="reduce-overhead")`` on the GPU with this
+    index, or on the current one. A replay runs no Python."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch.cuda.is_initialized():
+        return False
+    index = torch.cuda.current_device() if index is None else index
+    return trees.get_manager(index, create_if_none_exists=False) is not None
 
 
 def rocm_version() -> str | None:

@@ -5,6 +5,8 @@ These operators extend the operators of linear layers (:mod:`octavo.fp8.dense.co
     octavo::rmsnorm(x, weight, row, col)      -> y, rstd, and the codes of y for the next layers
     octavo::gated_mlp(codes of x, weights)    -> y; for its backward gate, up, and the codes of h for wgrad
     octavo::swiglu_backward(dh, gate, up)     -> the codes of dgate and of dup, for dgrad and for wgrad
+    octavo::count(y, weight, rows)            -> y, the output of a module in high precision, which is counted
+    octavo::count_gradient(dy, ...)           -> dy
 
 The codes of a norm are attached to the traced tensor y, from which the next layers take them; a compiler only sees
 operators with a common operand. The backward of a norm is plain PyTorch, which a compiler may fuse. The backward of a
@@ -22,9 +24,11 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.dense import compiled, sources
-from octavo.fp8.dense.compiled import fake_pack, pack_pair, parse_key, parse_operand
+from octavo.fp8.dense.graph_arguments import fake_pack, pack_pair, parse_key, parse_operand
+from octavo.fp8.dense.graph_counts import DGRAD, WGRAD, gradient_needs, report_module
 from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.kernels.registry import Backend
+from octavo.fp8.observe import recorder
 
 _lib = torch.library.Library("octavo", "FRAGMENT")
 _lib.define(
@@ -33,13 +37,15 @@ _lib.define(
 )
 _lib.define(
     "gated_mlp(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, "
-    "Tensor row, Tensor row_scale, Tensor col, Tensor col_scale, ScalarType dtype, str key, str down_key, str h_col) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "Tensor row, Tensor row_scale, Tensor col, Tensor col_scale, ScalarType dtype, str key, str down_key, str h_col, "
+    "int[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _lib.define(
     "swiglu_backward(Tensor dh, Tensor gate, Tensor up, str row, str col) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+_lib.define("count(Tensor y, Tensor weight, SymInt rows, int needs) -> Tensor")
+_lib.define("count_gradient(Tensor dy, Tensor weight, SymInt rows, int needs) -> Tensor")
 
 
 def _parse_fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, list[CastSpec | None]]:
@@ -115,21 +121,20 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, key: str, out: torch.dtype, n
 def _gated_mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     down_bias: Tensor | None, row: Tensor, row_scale: Tensor, col: Tensor, col_scale: Tensor, dtype: torch.dtype,
-    key: str, down_key: str, h_col: str,
+    key: str, down_key: str, h_col: str, needs: Sequence[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return y [M, K], gate and up [M, I] in ``dtype``, and the codes of h under ``h_col``. x only has the sizes and
-    receives the gradient; only the backward uses ``col``."""
-    fwd, down_fwd = parse_key(key).fwd, parse_key(down_key)
-    g = compiled.multiply_fwd(row, row_scale, x.shape[0], gate, gate_bias, dtype, fwd)
-    u = compiled.multiply_fwd(row, row_scale, x.shape[0], up, up_bias, dtype, fwd)
-    backend, specs = _parse_fused("swiglu", x.device, down_fwd.operand("fwd", 0), h_col)
+    receives the gradient; only the backward uses ``col``, and only counters ``needs``, of gate, up and down."""
+    g = compiled.multiply_fwd(x, row, row_scale, gate, gate_bias, dtype, key, needs[0])
+    u = compiled.multiply_fwd(x, row, row_scale, up, up_bias, dtype, key, needs[1])
+    backend, specs = _parse_fused("swiglu", x.device, parse_key(down_key).operand("fwd", 0), h_col)
     h_row, h_for_wgrad = backend.swiglu_codes(g, u, *specs)
     h, h_scale, w, w_scale = pack_pair(g, h_row, h_for_wgrad)
-    return compiled.multiply_fwd(h, h_scale, x.shape[0], down, down_bias, dtype, down_fwd.fwd), g, u, w, w_scale
+    return compiled.multiply_fwd(g, h, h_scale, down, down_bias, dtype, down_key, needs[2]), g, u, w, w_scale
 
 
 def _gated_mlp_fake(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    dtype, _, _, h_col = arguments[-4:]
+    dtype, _, _, h_col, _ = arguments[-5:]
     g, u = (x.new_empty(x.shape[0], w.shape[0], dtype=dtype) for w in (gate, up))
     return x.new_empty(x.shape[0], down.shape[0], dtype=dtype), g, u, *fake_pack(g, h_col, 0)
 
@@ -140,10 +145,13 @@ def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None
     ctx.needs = needs_x, *weights = ctx.needs_input_grad[:7]
     needs_h = needs_x or any(weights[i] for i in (0, 1, 3, 4))
     ctx.mark_non_differentiable(*output[1:])
-    ctx.needs_h, (ctx.dtype, ctx.key, ctx.down_key, _) = needs_h, inputs[11:]
-    ctx.x_dtype, ctx.inputs, ctx.width = x.dtype, x.shape[1], down.shape[1]
-    ctx.dtypes = [None if t is None else t.dtype for t in (gate, up, down, *biases)]
-    tensors = {"gate": gate if needs_x else None, "up": up if needs_x else None, "down": down if needs_h else None}
+    ctx.needs_h, (ctx.dtype, ctx.key, ctx.down_key, _, _) = needs_h, inputs[11:]
+    ctx.x_dtype, ctx.dtypes = x.dtype, [None if t is None else t.dtype for t in (gate, up, down, *biases)]
+    tensors = {
+        "gate": gate if needs_x or weights[0] else None,
+        "up": up if needs_x or weights[1] else None,
+        "down": down if needs_h or weights[2] else None,
+    }
     tensors |= dict(zip(("g", "u"), output[1:3] if needs_h else (None, None), strict=True))
     tensors |= dict(zip(("x", "x_scale"), inputs[9:11] if any(weights[:2]) else (None, None), strict=True))
     tensors |= dict(zip(("h", "h_scale"), output[3:5] if weights[2] else (None, None), strict=True))
@@ -153,7 +161,7 @@ def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None
 def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     ops, saved = torch.ops.octavo, sources.load_saved(ctx)
     needs_x, *needs = ctx.needs
-    tokens, outputs = dy.shape
+    tokens = dy.shape[0]
     dx: Tensor | None = None
     dws: list[Tensor | None] = [None] * 3
     dbs: list[Tensor | None] = [None] * 3
@@ -165,19 +173,18 @@ def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]
     if row or col:
         row_q, row_s, col_q, col_s = ops.cast(dy, row, col)
     if needs[2]:
-        sizes = tokens, outputs, ctx.width
-        dws[2] = ops.wgrad(col_q, col_s, saved["h"], saved["h_scale"], *sizes, ctx.dtypes[2], ctx.down_key)
+        dws[2] = ops.wgrad(col_q, col_s, saved["h"], saved["h_scale"], saved["down"], tokens, ctx.down_key)
     if ctx.needs_h:
         dh = ops.dgrad(row_q, row_s, saved["down"], tokens, ctx.dtype, ctx.down_key)
         row, col = parts.operand("dgrad", 0) if needs_x else "", parts.operand("wgrad", 0) if any(needs[:2]) else ""
         for i, codes in enumerate(_cast_gradients(ctx, dh, saved["g"], saved["u"], row, col, dbs)):
+            weight = saved[("gate", "up")[i]]
             if needs_x:
-                part = ops.dgrad(codes[0], codes[1], saved[("gate", "up")[i]], tokens, ctx.dtype, ctx.key)
+                part = ops.dgrad(codes[0], codes[1], weight, tokens, ctx.dtype, ctx.key)
                 dx = part.to(ctx.x_dtype) if dx is None else dx + part.to(ctx.x_dtype)
             if needs[i]:
-                sizes = tokens, dh.shape[1], ctx.inputs
-                dws[i] = ops.wgrad(codes[2], codes[3], saved["x"], saved["x_scale"], *sizes, ctx.dtypes[i], ctx.key)
-    return dx, *dws, *dbs, *[None] * 8
+                dws[i] = ops.wgrad(codes[2], codes[3], saved["x"], saved["x_scale"], weight, tokens, ctx.key)
+    return dx, *dws, *dbs, *[None] * 9
 
 
 def _cast_gradients(
@@ -214,17 +221,48 @@ def gated_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | No
     row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1) if needs_wgrad else ""
     codes = compiled.get_input_codes(x, x_MK.to(low), row, col)
     h_col = parse_key(keys[1]).operand("wgrad", 1) if grad and weights[2].requires_grad else ""
-    y, *_ = torch.ops.octavo.gated_mlp(x_MK, *weights, *biases, *codes, low, *keys, h_col)
+    # The gradients of x, gate and up need the gradient of h.
+    trained = grad and (x.requires_grad or any(t is not None and t.requires_grad for t in (*weights[:2], *biases[:2])))
+    needs = [gradient_needs(x, weight) for weight in weights]
+    needs[2] = (DGRAD if trained else 0) + needs[2] // WGRAD * WGRAD
+    y, *_ = torch.ops.octavo.gated_mlp(x_MK, *weights, *biases, *codes, low, *keys, h_col, needs)
     return y.view(*x.shape[:-1], weights[2].shape[0])
 
 
+# --- modules in high precision ----------------------------------------------------------------------------------------
+
+
+def _count(y: Tensor, weight: Tensor, rows: int, needs: int) -> Tensor:
+    if recorder.is_active():
+        report_module(weight, ("fwd",), rows)
+    return y.clone()
+
+
+def _count_gradient(dy: Tensor, weight: Tensor, rows: int, needs: int) -> Tensor:
+    if recorder.is_active():
+        report_module(weight, [gemm for gemm, flag in (("dgrad", DGRAD), ("wgrad", WGRAD)) if needs & flag], rows)
+    return dy.clone()
+
+
+def _save_owner(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.rows, ctx.gradients = inputs[2:]
+
+
+def _pass_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.octavo.count_gradient(dy, *ctx.saved_tensors, ctx.rows, ctx.gradients), None, None, None
+
+
 for _name, _run, _fake in (
+    ("count", _count, lambda y, *rest: torch.empty_like(y)),
+    ("count_gradient", _count_gradient, lambda dy, *rest: torch.empty_like(dy)),
     ("rmsnorm", _rmsnorm, _rmsnorm_fake),
     ("gated_mlp", _gated_mlp, _gated_mlp_fake),
     ("swiglu_backward", _swiglu_backward, _swiglu_backward_fake),
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
+torch.library.register_autograd("octavo::count", _pass_gradient, setup_context=_save_owner, lib=_lib)
 torch.library.register_autograd("octavo::rmsnorm", _rmsnorm_backward, setup_context=_save_norm, lib=_lib)
 torch.library.register_autograd("octavo::gated_mlp", _mlp_backward, setup_context=_save_mlp, lib=_lib)
 torch.library.register_autograd("octavo::swiglu_backward", compiled.refuse_second_derivative, lib=_lib)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.blocks.counted import CountedModule
 from octavo.fp8.blocks.probe import (
     cache_trial,
     compare_mlp,
@@ -44,7 +45,15 @@ from octavo.fp8.blocks.probe import (
 )
 from octavo.fp8.dense import sources
 from octavo.fp8.dense.inputs import Recomputable, get_recomputable, with_recomputable, without_autocast
-from octavo.fp8.dense.swap import SwappedModule, has_hooks, is_supported_input, make_trial_module, swap
+from octavo.fp8.dense.swap import (
+    SwappedModule,
+    has_hooks,
+    is_supported_input,
+    make_trial_module,
+    replace,
+    stock_type,
+    swap,
+)
 from octavo.fp8.weights.shards import is_plain_tensor, is_whole
 
 Act = Callable[[Tensor], Tensor]
@@ -145,8 +154,8 @@ def save_as_codes(module: nn.Module) -> str | None:
 def prepare_last_layer(module: nn.Module, mlp_parts: MlpParts) -> None:
     """Let a last layer in high precision recompute its input, as FP8 layers do."""
     last = unwrap_adapter(module._modules[mlp_parts.last])
-    if type(last) is nn.Linear and "forward" not in last.__dict__:
-        swap(last, HighLinear)
+    if last is not None and stock_type(last) is nn.Linear:
+        replace(last, HighLinear)
 
 
 class SavedMlp(SwappedModule):
@@ -246,11 +255,16 @@ class _Product(torch.autograd.Function):
         return da, db, None
 
 
-class HighLinear(SwappedModule):
+class HighLinear(CountedModule):
     """A stock linear layer that saves nothing of an input that can be recomputed."""
+
+    runs_in_high_precision = False
 
     weight: Tensor
     bias: Tensor | None
+
+    def eager_call(self, *args: object, **kwargs: object) -> object:
+        return SwappedModule.forward(self, *args, **kwargs)
 
     def replacement_forward(self, x: Tensor) -> Tensor | None:
         recomputable = get_recomputable(x)

@@ -7,7 +7,7 @@ with a fake implementation that returns the shapes of the results::
                                        one that contracts dimension 0 (col); none for an empty cast
     octavo::linear(x, weight, ...)  -> y, from the row codes of x; its autograd formula is the three GEMMs' backward
     octavo::dgrad(dy codes, weight) -> dx
-    octavo::wgrad(dy codes, x codes) -> dw
+    octavo::wgrad(dy codes, x codes, weight) -> dw; the weight tells its layer, shape and dtype
     octavo::unwritten(x)            -> nothing; raises while a compiler traces an x that was written to
 
 The operators of blocks that quantize their output are in :mod:`octavo.fp8.blocks.compiled`. These blocks attach the
@@ -33,172 +33,45 @@ Three rules make this correct under a compiler:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized, check_castable
-from octavo.fp8.arithmetic.formats import E8M0
-from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe
-from octavo.fp8.kernels import layout
-from octavo.fp8.kernels.registry import Backend, Selection, get, select
+from octavo.fp8.dense import graph_counts
+from octavo.fp8.dense.graph_arguments import (
+    fake_pack,
+    pack_pair,
+    parse_gemm,
+    parse_key,
+    parse_operand,
+    unpack,
+)
+from octavo.fp8.dense.graph_counts import gradient_needs
+from octavo.fp8.kernels.registry import Backend
+from octavo.fp8.observe import recorder
 from octavo.fp8.weights.cache import WeightSlice, codes_of
-from octavo.fp8.weights.fp8_tensor import Fp8Weight
-
-# --- backends and casts as text ---------------------------------------------------------------------------------------
-
-
-def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
-    """Return the GEMMs of a layer as ``fwd|dgrad|wgrad``, each ``backend:cast of a;cast of b``, empty without FP8.
-
-    The operators need nothing else, also in another process that loads the graph from a cache on disk. The text has the
-    revision of the layout (``backend@revision``), because graphs of other versions may expect other buffer sizes.
-    """
-    parts = []
-    for name in GEMMS:
-        gemm, selection = recipe.gemm(name), selections.get(name)
-        if gemm is None or selection is None:
-            parts.append("")
-        else:
-            backend = f"{selection.backend.name}@{layout.REVISION}"
-            parts.append(f"{backend}:{_format_spec(gemm.a)};{_format_spec(gemm.b)}")
-    return "|".join(parts)
-
-
-def format_casts(recipe: Recipe) -> str:
-    """Return the casts of a recipe, without delayed scaling, as text for :func:`parse_casts`."""
-    parts = [recipe.name, recipe.format]
-    for name in GEMMS:
-        gemm = recipe.gemm(name)
-        parts.append("" if gemm is None else f"{_format_spec(gemm.a)};{_format_spec(gemm.b)}")
-    return "|".join(parts)
-
-
-def parse_casts(text: str) -> Recipe:
-    """Return the recipe from the text of :func:`format_casts`."""
-    name, fmt, *gemms = text.split("|")
-    pairs = [[_parse_spec(spec) for spec in gemm.split(";")] if gemm else None for gemm in gemms]
-    fwd, dgrad, wgrad = (None if pair is None else Gemm(*pair) for pair in pairs)
-    return Recipe(name, fmt, fwd, dgrad, wgrad)
-
-
-class GemmTexts(NamedTuple):
-    """The parts of the text of :func:`describe`, one per GEMM."""
-
-    fwd: str
-    dgrad: str
-    wgrad: str
-
-    def operand(self, gemm: str, index: int) -> str:
-        """Return ``backend:cast`` of operand 0 (a) or 1 (b) of a GEMM, or an empty string in high precision."""
-        text = self.fwd if gemm == "fwd" else self.dgrad if gemm == "dgrad" else self.wgrad
-        if not text:
-            return ""
-        backend, casts = text.split(":")
-        return backend + ":" + casts.split(";")[index]
-
-
-def parse_key(key: str) -> GemmTexts:
-    """Split the text of :func:`describe`, only by string operations, which Dynamo folds."""
-    fwd, dgrad, wgrad = key.split("|")
-    return GemmTexts(fwd, dgrad, wgrad)
-
-
-def _format_spec(spec: CastSpec) -> str:
-    return f"{spec.format},{spec.block[0]},{spec.block[1]},{spec.scale}"
-
-
-@lru_cache(maxsize=256)
-def _parse_spec(text: str) -> CastSpec:
-    fmt, rows, cols, scale = text.split(",")
-    return CastSpec(fmt, (int(rows), int(cols)), scale)
-
-
-@lru_cache(maxsize=256)
-def parse_operand(text: str) -> tuple[Backend, CastSpec]:
-    """Return the backend and the cast from ``backend:cast``."""
-    backend, spec = text.split(":")
-    return get(backend.partition("@")[0]), _parse_spec(spec)
-
-
-@lru_cache(maxsize=256)
-def parse_gemm(text: str) -> tuple[Backend, CastSpec, CastSpec]:
-    """Return the backend and both casts from ``backend:cast;cast``."""
-    backend, casts = text.split(":")
-    a, b = casts.split(";")
-    return get(backend.partition("@")[0]), _parse_spec(a), _parse_spec(b)
-
-
-# --- codes as plain buffers -------------------------------------------------------------------------------------------
-
-
-def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of ``q`` as contiguous buffers, uint8 and fp32 (uint8 for e8m0), in the layout for a GEMM
-    that contracts dimension ``contract``. Copies only tensors with a different layout.
-
-    Scales are flat: a compiler would specialize on a dimension of ceil(tokens / 128), which is 1 for up to 128 tokens,
-    and compile twice.
-    """
-    rows, cols = q.data.shape
-    operand = layout.k_major(q, contract)
-    scale = operand.scale.view(torch.uint8) if operand.scale.dtype is E8M0 else operand.scale
-    if layout.scales_by_contraction(q.spec, contract):
-        scale = scale.t()
-    sizes = layout.scale_sizes(rows, cols, q.spec, contract)
-    count = sizes[0] * sizes[1]
-    is_exact_buffer = scale.storage_offset() == 0 and scale.untyped_storage().nbytes() == count * scale.itemsize
-    if is_exact_buffer and scale.stride() == (sizes[1], 1):
-        flat = scale.as_strided((count,), (1,))
-    else:
-        flat = scale.new_ones(count)
-        flat.view(sizes)[: scale.shape[0], : scale.shape[1]] = scale
-    return operand.codes.view(torch.uint8), flat
-
-
-def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, contract: int) -> Quantized:
-    """Return the [rows, cols] matrix in buffers of :func:`pack`, as views."""
-    grid = layout.grid_shape(rows, cols, spec)
-    free, contracted = (grid[0], grid[1]) if contract == 1 else (grid[1], grid[0])
-    data, scale = codes.view(spec.fmt.dtype), scale.view(layout.scale_sizes(rows, cols, spec, contract))
-    if layout.scales_by_contraction(spec, contract):
-        scale = scale.t()
-    scale = scale[:free, :contracted]
-    if spec.scale == "e8m0":
-        scale = scale.view(E8M0)
-    if contract == 1:
-        return Quantized(data[:rows, :cols], scale, spec)
-    return Quantized(data[:cols, :rows].t(), scale.t(), spec)
-
-
-def fake_pack(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
-    """Return uninitialized buffers like :func:`pack`'s for x under ``backend:cast``; empty for no cast."""
-    if not text:
-        return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
-    spec = parse_operand(text)[1]
-    rows, cols = x.shape
-    a, b = layout.scale_sizes(rows, cols, spec, contract)
-    scale_dtype = torch.uint8 if spec.scale == "e8m0" else torch.float32
-    codes = x.new_empty(layout.padded_sizes(rows, cols, spec, contract), dtype=torch.uint8)
-    return codes, x.new_empty(a * b, dtype=scale_dtype)
-
 
 # --- the operators ----------------------------------------------------------------------------------------------------
 
+# Inductor copies an operand that is not written yet for every operator with exact strides: a norm before q, k and v was
+# written four times.
+_ANY_LAYOUT = (torch.Tag.flexible_layout,)
 _lib = torch.library.Library("octavo", "DEF")
 _lib.define("unwritten(Tensor x) -> ()")
-_lib.define("cast(Tensor x, str row, str col) -> (Tensor, Tensor, Tensor, Tensor)")
+_lib.define("cast(Tensor x, str row, str col) -> (Tensor, Tensor, Tensor, Tensor)", tags=_ANY_LAYOUT)
 _lib.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor row, Tensor row_scale, Tensor col, Tensor col_scale, "
-    "str key) -> Tensor"
+    "str key, int needs) -> Tensor",
+    tags=_ANY_LAYOUT,
 )
-_lib.define("dgrad(Tensor dy, Tensor dy_scale, Tensor weight, SymInt tokens, ScalarType dtype, str key) -> Tensor")
+_lib.define("dgrad(Tensor dy, Tensor? dy_scale, Tensor weight, SymInt tokens, ScalarType dtype, str key) -> Tensor")
 _lib.define(
-    "wgrad(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, SymInt tokens, SymInt outputs, SymInt inputs, "
-    "ScalarType dtype, str key) -> Tensor"
+    "wgrad(Tensor dy, Tensor? dy_scale, Tensor x, Tensor? x_scale, Tensor weight, SymInt tokens, str key) -> Tensor"
 )
 
 
@@ -212,15 +85,6 @@ def _cast(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor
             backend, spec = parse_operand(text)
             codes[1 - contract] = backend.quantize(x, spec, contract)
     return pack_pair(x, *codes)
-
-
-def pack_pair(x: Tensor, row: Quantized | None, col: Quantized | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pack codes of x for a contraction of its columns and of its rows; the buffers of None are empty."""
-    packed = [fake_pack(x, "", 1) if q is None else pack(q, contract) for q, contract in ((row, 1), (col, 0))]
-    for i in range(2):  # a backend may return one tensor for both; an operator must not alias its results
-        if packed[0][i].untyped_storage()._cdata == packed[1][i].untyped_storage()._cdata:
-            packed[1] = (packed[1][0], packed[1][1].clone()) if i else (packed[1][0].clone(), packed[1][1])
-    return (*packed[0], *packed[1])
 
 
 def _cast_fake(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -254,21 +118,23 @@ def get_weight_codes(
 
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, row: Tensor, row_scale: Tensor, col: Tensor, col_scale: Tensor,
-    key: str,
+    key: str, needs: int,
 ) -> Tensor:  # fmt: skip
-    """Return y [M, N] in the dtype of x. Only the backward uses ``col`` and ``col_scale``."""
-    fwd = parse_key(key).fwd
-    if not fwd:
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    return multiply_fwd(row, row_scale, x.shape[0], weight, bias, x.dtype, fwd)
+    """Return y [M, N] in the dtype of x. Only the backward uses ``col`` and ``col_scale``, only counters ``needs``."""
+    return multiply_fwd(x, row, row_scale, weight, bias, x.dtype, key, needs)
 
 
 def multiply_fwd(
-    row: Tensor, scale: Tensor, tokens: int, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, fwd: str
+    x: Tensor, row: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, key: str, needs: int
 ) -> Tensor:
-    """Return y [tokens, N] in ``dtype`` from the row codes of x; ``fwd`` is the text of the GEMM."""
+    """Return y [M, N] in ``dtype``, from the row codes of x [M, K], or from x itself if fwd runs in high precision."""
+    if recorder.is_active():
+        graph_counts.report_forward(weight, key, x.shape[0], needs)
+    fwd = parse_key(key).fwd
+    if not fwd:
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     backend, a, b = parse_gemm(fwd)
-    x_q = unpack(row, scale, tokens, weight.shape[1], a, 1)
+    x_q = unpack(row, scale, x.shape[0], weight.shape[1], a, 1)
     return backend.gemm_fwd(x_q, get_weight_codes(weight, b, backend, True), dtype, bias).contiguous()
 
 
@@ -276,33 +142,44 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> 
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _dgrad(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
+def _dgrad(dy: Tensor, dy_scale: Tensor | None, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
+    """Return dx [M, K] in ``dtype``, from the row codes of dy, or from dy [M, N] itself in high precision."""
+    if recorder.is_active():
+        graph_counts.report_backward("dgrad", weight, key, tokens)
     parts = parse_key(key)
+    if dy_scale is None:
+        return (dy @ weight.to(dy.dtype)).to(dtype)
     backend, a, b = parse_gemm(parts.dgrad)
     dy_q = unpack(dy, dy_scale, tokens, weight.shape[0], a, 1)
     shared = parts.fwd != "" and parse_gemm(parts.fwd)[2] == b
     return backend.gemm_dgrad(dy_q, get_weight_codes(weight, b, backend, False, shared), dtype).contiguous()
 
 
-def _dgrad_fake(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
+def _dgrad_fake(
+    dy: Tensor, dy_scale: Tensor | None, weight: Tensor, tokens: int, dtype: torch.dtype, key: str
+) -> Tensor:
     return dy.new_empty(tokens, weight.shape[1], dtype=dtype)
 
 
 def _wgrad(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, tokens: int, outputs: int, inputs: int,
-    dtype: torch.dtype, key: str,
-) -> Tensor:  # fmt: skip
+    dy: Tensor, dy_scale: Tensor | None, x: Tensor, x_scale: Tensor | None, weight: Tensor, tokens: int, key: str
+) -> Tensor:
+    """Return dw [N, K] in the dtype of the weight, from the column codes of dy and x, or from dy [M, N] and x [M, K]
+    themselves in high precision. Of the weight only its layer, shape and dtype are read."""
+    if recorder.is_active():
+        graph_counts.report_backward("wgrad", weight, key, tokens)
+    if dy_scale is None or x_scale is None:
+        return (dy.t() @ x).to(weight.dtype)
     backend, a, b = parse_gemm(parse_key(key).wgrad)
-    dy_q = unpack(dy, dy_scale, tokens, outputs, a, 0)
-    x_q = unpack(x, x_scale, tokens, inputs, b, 0)
-    return backend.gemm_wgrad(dy_q, x_q, dtype).contiguous()
+    dy_q = unpack(dy, dy_scale, tokens, weight.shape[0], a, 0)
+    x_q = unpack(x, x_scale, tokens, weight.shape[1], b, 0)
+    return backend.gemm_wgrad(dy_q, x_q, weight.dtype).contiguous()
 
 
 def _wgrad_fake(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, tokens: int, outputs: int, inputs: int,
-    dtype: torch.dtype, key: str,
-) -> Tensor:  # fmt: skip
-    return dy.new_empty(outputs, inputs, dtype=dtype)
+    dy: Tensor, dy_scale: Tensor | None, x: Tensor, x_scale: Tensor | None, weight: Tensor, tokens: int, key: str
+) -> Tensor:
+    return weight.new_empty(weight.shape)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -310,40 +187,34 @@ def _wgrad_fake(
 
 def _save_for_backward(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     """Save the codes of x in wgrad layout (x itself if wgrad stays in high precision) and the weight."""
-    x, weight, bias, _, _, col, col_scale, key = inputs
+    x, weight, bias, _, _, col, col_scale, key, _ = inputs
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-    saved: tuple[Tensor, ...] = (weight,) if needs_x else ()
+    saved: tuple[Tensor, ...] = (weight,) if needs_x or needs_w else ()
     if needs_w:
         saved += (col, col_scale) if parse_key(key).wgrad else (x,)
     ctx.save_for_backward(*saved)
-    ctx.key, ctx.needs = key, (needs_x, needs_w, needs_b)
-    ctx.inputs, ctx.x_dtype, ctx.w_dtype = x.shape[1], x.dtype, weight.dtype
+    ctx.key, ctx.needs, ctx.x_dtype = key, (needs_x, needs_w, needs_b), x.dtype
     ctx.b_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (needs_x, needs_w, needs_b), parts = ctx.needs, parse_key(ctx.key)
+    (needs_x, needs_w, needs_b), parts, ops = ctx.needs, parse_key(ctx.key), torch.ops.octavo
     saved = list(ctx.saved_tensors)
+    weight = saved.pop(0) if saved else None
     row, col = parts.operand("dgrad", 0) if needs_x else "", parts.operand("wgrad", 0) if needs_w else ""
-    tokens, outputs = dy.shape
+    tokens = dy.shape[0]
     dx = dw = db = None
     if row or col:
-        row_q, row_s, col_q, col_s = torch.ops.octavo.cast(dy, row, col)
+        row_q, row_s, col_q, col_s = ops.cast(dy, row, col)
     if needs_x:
-        weight = saved.pop(0)
-        if row:
-            dx = torch.ops.octavo.dgrad(row_q, row_s, weight, tokens, ctx.x_dtype, ctx.key)
-        else:
-            dx = dy @ weight.to(dy.dtype)
+        a, a_scale = (row_q, row_s) if row else (dy, None)
+        dx = ops.dgrad(a, a_scale, weight, tokens, ctx.x_dtype, ctx.key)
     if needs_w:
-        if col:
-            x_q, x_s = saved
-            dw = torch.ops.octavo.wgrad(col_q, col_s, x_q, x_s, tokens, outputs, ctx.inputs, ctx.w_dtype, ctx.key)
-        else:
-            dw = (dy.t() @ saved[0]).to(ctx.w_dtype)
+        a, a_scale = (col_q, col_s) if col else (dy, None)
+        dw = ops.wgrad(a, a_scale, *(saved if col else (saved[0], None)), weight, tokens, ctx.key)
     if needs_b:
         db = dy.sum(0, dtype=torch.float32).to(ctx.b_dtype)
-    return dx, dw, db, None, None, None, None, None
+    return dx, dw, db, None, None, None, None, None, None
 
 
 def _mark_codes_non_differentiable(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
@@ -379,17 +250,12 @@ torch.library.register_autograd("octavo::wgrad", refuse_second_derivative, lib=_
 # --- the layer as a compiler traces it --------------------------------------------------------------------------------
 
 
-def record_weight_kind(layer: Any) -> None:
-    """Record whether the weight of an FP8 layer is FP8 between steps: a compiler cannot trace an access to it."""
-    layer.__dict__["_fp8_param"] = isinstance(layer.weight, Fp8Weight)
-
-
 def forward(layer: Any, x: Tensor) -> Tensor:
     """Run the forward of an FP8 layer while a compiler traces it: the same three GEMMs, as operators of one graph.
 
-    Values and gradients equal the eager path bit for bit. ``fp8.count_gemms`` and ``fp8.health`` see only
-    eager steps, because a graph that all blocks share has no layer names. Measure proofs and health figures in steps
-    under ``torch.compiler.set_stance("force_eager")``, as Octavo's training loop does.
+    Values and gradients equal the eager path bit for bit, and ``fp8.count_gemms`` counts what it counts there
+    (:mod:`octavo.fp8.dense.graph_counts`). ``fp8.health`` reads operands, which a graph does not show: it raises.
+    Collect health in steps under ``torch.compiler.set_stance("force_eager")``, as Octavo's training loop does.
 
     Delayed scaling is not compiled: every forward writes its histories, which must not happen twice when a compiler
     reorders or recomputes. FP8 weights are not compiled either, because their codes are outside of the graph. Such a
@@ -431,7 +297,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
     # The backward needs x only if the weight is trained, and only its codes in wgrad layout.
     needs_wgrad = weight.requires_grad and torch.is_grad_enabled()
     codes = get_input_codes(x, x_MK, parts.operand("fwd", 0), parts.operand("wgrad", 1) if needs_wgrad else "")
-    y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key)
+    y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key, gradient_needs(x, weight))
     return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -481,17 +347,5 @@ def graph_number() -> str:
     return str(context.__dict__.setdefault("octavo_number", next(_graph_numbers)))
 
 
-def make_key(casts: str, device: str, backend: str) -> str:
-    """Return :func:`describe` for the casts of a recipe (:func:`format_casts`) and the backends selected for them.
-
-    Raises BackendError if the requested backend does not support one of its GEMMs.
-    """
-    recipe = parse_casts(casts)
-    fp8_gemms = [gemm for gemm in GEMMS if recipe.gemm(gemm) is not None]
-    selected = {gemm: select(gemm, recipe_or_spec=recipe, device=device, requested=backend) for gemm in fp8_gemms}
-    return describe(recipe, selected)
-
-
-# As torch.compiler.assume_constant_result, without importing torch._dynamo before the first call: selecting a backend
-# queries the machine, which a compiler cannot trace.
-make_key._dynamo_marked_constant = graph_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# As torch.compiler.assume_constant_result, without importing torch._dynamo before the first call.
+graph_number._dynamo_marked_constant = True  # type: ignore[attr-defined]

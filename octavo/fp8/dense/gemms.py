@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
-from octavo.fp8.dense import compiled
+from octavo.fp8.dense.graph_arguments import describe
 from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matrix
 from octavo.fp8.invariance import is_active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
@@ -83,7 +83,8 @@ class LayerGemms:
     def __post_init__(self) -> None:
         fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
         self.shares_weight = fwd is not None and dgrad is not None and fwd.b == dgrad.b
-        self.key = compiled.describe(self.recipe, self.selections)
+        self.codes.layer = self.name
+        self.key = describe(self.recipe, self.selections)
         self.x = Requests(self._request("fwd", "a"), self._request("wgrad", "b"))
         self.dy = Requests(self._request("dgrad", "a"), self._request("wgrad", "a"))
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,18 +35,20 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.arithmetic.recipe import recipe as named_recipe
-from octavo.fp8.dense import compiled, gemms
+from octavo.fp8.dense import compiled, gemms, graph_arguments
 from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, DenseOps, LayerGemms, ScaledCasts, select_backends
 from octavo.fp8.dense.inputs import Input, Recomputable, without_autocast
 from octavo.fp8.invariance import is_active
-from octavo.fp8.observe import recorder
+from octavo.fp8.observe import counts, recorder
 from octavo.fp8.observe.recorder import LayerRecord
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
+from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import is_whole
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 _NO_GRADS = (False, False, False, False)
 WHOLE_WEIGHT = WeightSlice()
+_FUNCTIONAL = "linear"  # the name of calls that have no layer
 RECOMPUTE_KEY = "_recompute_input"
 """The key of a :data:`RecomputeFactory` in the ``__dict__`` of a layer whose input can be recomputed."""
 RecomputeFactory = Callable[[Tensor, torch.dtype], "Recomputable | None"]
@@ -249,9 +251,13 @@ class Linear(CachesWeights, nn.Linear):
         module.__dict__["_site"] = site  # before __class__, because __setattr__ of the new class reads it
         module.__class__ = cls
         assert isinstance(module, cls)
-        compiled.record_weight_kind(module)
+        module.record_weight_kind()
         module.register_caches()
         return module
+
+    def record_weight_kind(self) -> None:
+        """Record whether the weight is FP8 between steps: a compiler cannot trace an access to it."""
+        self.__dict__["_fp8_param"] = isinstance(self.weight, Fp8Weight)
 
     @property
     def recipe(self) -> Recipe:
@@ -298,6 +304,30 @@ class Linear(CachesWeights, nn.Linear):
         return f"{super().extra_repr()}, fp8={self.recipe.summary()}, backend={self.backend}"
 
 
+class CountedForward(nn.Module):
+    """The forward of a module in high precision that reports its GEMMs to active counters;
+    :mod:`octavo.fp8.blocks.counted` gives it to the modules that a plan leaves as they are."""
+
+    _stock: ClassVar[type[Any]]
+    _fp8_watched: counts.HighPrecisionGemms | None = None  # counts.watch_module sets it
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        if torch.compiler.is_compiling():
+            return self.traced_call(*args, **kwargs)
+        output = self.eager_call(*args, **kwargs)
+        if recorder.counters():
+            counts.report_module(self, (*args, *kwargs.values()), output)
+        return output
+
+    def eager_call(self, *args: object, **kwargs: object) -> object:
+        """Run the stock forward."""
+        return self._stock.forward(self, *args, **kwargs)
+
+    def traced_call(self, *args: object, **kwargs: object) -> object:
+        """Run the forward while a compiler traces it."""
+        raise NotImplementedError
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str | Recipe = "blockwise", backend: str = "auto"
 ) -> Tensor:
@@ -324,9 +354,9 @@ def linear(
         raise RuntimeError(
             f"fp8.linear takes a weight [N, K] and a bias [N]; got a weight of shape {list(weight.shape)}{bias_shape}."
         )
-    _check(x, weight, "linear")
+    _check(x, weight, _FUNCTIONAL)
     if torch.compiler.is_compiling():
-        key = compiled.make_key(compiled.format_casts(resolved), str(x.device), backend)
+        key = graph_arguments.make_key(graph_arguments.format_casts(resolved), str(x.device), backend, _FUNCTIONAL)
         return compiled.linear(x, weight, bias, key)
-    site = LayerGemms("linear", resolved, select_backends(resolved, x.device, backend), WeightCache(keep=False))
+    site = LayerGemms(_FUNCTIONAL, resolved, select_backends(resolved, x.device, backend), WeightCache(keep=False))
     return fp8_linear(x, weight, bias, GemmArgs(site, weight, WHOLE_WEIGHT, torch.is_grad_enabled(), share_codes=False))

@@ -43,7 +43,7 @@ def planned_layer(layer: nn.Module | None) -> PlannedLayer | None:
 class SwappedModule(nn.Module):
     """A module with one input whose forward is replaced: subclasses implement :meth:`replacement_forward`."""
 
-    _stock: ClassVar[type[nn.Module]]
+    _stock: ClassVar[type[Any]]
     _kind: ClassVar[type[SwappedModule]]
     _as_stock = False  # STOCK_KEY
     prefix: ClassVar[str] = "Fp8"  # of the name of the dynamic class
@@ -95,6 +95,19 @@ def swap(module: nn.Module, kind: type[SwappedModule], **attributes: object) -> 
     assert set(attributes) == set(kind.attributes) - set(kind.transient_attributes)
     module.__dict__.update(attributes)
     module.__class__ = _get_class(kind, type(module))
+
+
+def replace(module: nn.Module, kind: type[SwappedModule] | None) -> None:
+    """Replace the forward of a module by ``kind``'s, in place of any other replacement, or restore its class. A forward
+    on the instance stays, because it hides the forward of any class."""
+    unswap(module)
+    if kind is not None and "forward" not in module.__dict__:
+        swap(module, kind)
+
+
+def stock_type(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before :func:`swap`."""
+    return module._stock if isinstance(module, SwappedModule) else type(module)
 
 
 def add_attribute(module: nn.Module, name: str, value: object) -> None:

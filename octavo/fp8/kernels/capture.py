@@ -6,7 +6,6 @@ capture must not be cached, because a replay does not fill the cache again.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from octavo.base import accelerator
 
 _constant_weights_depth = 0  # nested calls of assume_constant_weights
 
@@ -25,10 +26,7 @@ def is_capturing(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return False
-    if torch.cuda.is_current_stream_capturing():
-        return True
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    return trees is not None and trees.get_manager(device.index, create_if_none_exists=False) is not None
+    return torch.cuda.is_current_stream_capturing() or accelerator.runs_inductor_graphs(device.index)
 
 
 class Graph(Protocol):

@@ -6,20 +6,22 @@ Each GEMM of an FP8 layer is reported with one of four kinds and the backend tha
 * ``recompute``  a forward that is rerun inside a backward (activation checkpointing)
 * ``dgrad``, ``wgrad``  the two GEMMs of the backward
 
-GEMMs in high precision are reported with the backend :data:`HIGH`. While a counter is active this includes the linear
-layers that the plan leaves in high precision, so the share of FP8 is counted, not computed. Counters may be nested.
+GEMMs in high precision are reported with the backend :data:`HIGH`. This includes the linear layers that the plan leaves
+in high precision (:mod:`octavo.fp8.blocks.counted`), so the share of FP8 is counted, not computed. Compiled graphs
+report what they run (:mod:`octavo.fp8.dense.graph_counts`). Counters may be nested.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from octavo.base.accelerator import runs_inductor_graphs
 from octavo.fp8.observe import recorder
 from octavo.fp8.observe.recorder import HIGH
 
@@ -116,12 +118,25 @@ class GemmCounts(Mapping[Key, int]):
         self.idle[layer] += experts
 
 
+_recording = 0  # active record_gemms contexts
+
+
 @contextmanager
 def record_gemms() -> Iterator[GemmCounts]:
     """Count the GEMMs of a CUDA graph capture, which are recorded and not run; other counters do not see them. Replays
     report them with :func:`report_replay`."""
-    with recorder.mute_reports(), count_gemms() as tape:
-        yield tape
+    global _recording
+    _recording += 1
+    try:
+        with recorder.mute_reports(), count_gemms() as tape:
+            yield tape
+    finally:
+        _recording -= 1
+
+
+def is_recording() -> bool:
+    """Return True inside :func:`record_gemms`."""
+    return _recording > 0
 
 
 def report_replay(tape: GemmCounts) -> None:
@@ -131,23 +146,25 @@ def report_replay(tape: GemmCounts) -> None:
             counter.add(tape)
 
 
-_lock = threading.Lock()
-_counts = 0  # number of active `count_gemms` contexts
-
-
 @contextmanager
 def count_gemms() -> Iterator[GemmCounts]:
-    """Count the GEMMs that run inside the context, on any thread."""
+    """Count the GEMMs that run inside the context, on any thread, also in graphs of ``torch.compile``.
+
+    Raises RuntimeError, where a graph runs or when the context ends, for graphs that cannot be counted: CUDA graphs of
+    ``torch.compile(mode="reduce-overhead")``, and weights that are not a layer's parameter.
+    """
     counts = GemmCounts()
     with recorder.attach(counter=counts):
-        _watch_modules(+1)
-        try:
-            yield counts
-        finally:
-            _watch_modules(-1)
+        yield counts
+    if not counts and runs_inductor_graphs():
+        raise RuntimeError(
+            "fp8.count_gemms counted nothing, and this process runs CUDA graphs of torch.compile (mode "
+            "reduce-overhead), whose replays report nothing. Count under "
+            'torch.compiler.set_stance("force_eager"), or compile without CUDA graphs.'
+        )
 
 
-# --- linear layers in high precision, counted only while a counter is active -----------------------------------------
+# --- modules in high precision ----------------------------------------------------------------------------------------
 
 
 class HighPrecisionGemms(NamedTuple):
@@ -157,45 +174,43 @@ class HighPrecisionGemms(NamedTuple):
     gemms: tuple[tuple[str, int, int], ...]
     routed: bool
 
+    def rows(self, inputs: Sequence[object]) -> int:
+        """Return the rows of work of a forward, from its arguments; 0 if they are not tensors."""
+        if not inputs or not isinstance(inputs[0], Tensor):
+            return 0
+        if self.routed:
+            return inputs[1].numel() if len(inputs) > 1 and isinstance(inputs[1], Tensor) else 0
+        return inputs[0].numel() // max(self.gemms[0][2], 1)
+
 
 _MARK = "_fp8_watched"  # in the module's __dict__, so that copies and pickles keep it
-_hook: Any = None
 
 
 def watch_module(module: nn.Module, watched: HighPrecisionGemms) -> None:
-    """Make counters see a module that the plan keeps in high precision."""
+    """Mark a module that the plan keeps in high precision; its forward reports with :func:`report_module`."""
     module.__dict__[_MARK] = watched
 
 
-def _watch_modules(change: int) -> None:
-    """Add or remove one hook for all modules; it exists only while a counter is active, so it costs nothing
-    otherwise."""
-    global _hook, _counts
-    with _lock:
-        _counts += change
-        if _counts and _hook is None:
-            _hook = nn.modules.module.register_module_forward_hook(_observe_module, with_kwargs=True)
-        elif not _counts and _hook is not None:
-            _hook.remove()
-            _hook = None
+def observe_module(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+    """Report a forward that a hook observes, of a module whose class cannot: its forward is set on the instance."""
+    if recorder.counters() and not torch.compiler.is_compiling():
+        report_module(module, (*args, *kwargs.values()), output)
 
 
-@recorder.observer_hook
-def _observe_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    watched = module.__dict__.get(_MARK)
-    if watched is None:
+def watched_gemms(module: nn.Module) -> HighPrecisionGemms | None:
+    """Return what :func:`watch_module` marked the module with, or None."""
+    watched: HighPrecisionGemms | None = module.__dict__.get(_MARK)
+    return watched
+
+
+def report_module(module: nn.Module, inputs: Sequence[object], output: object) -> None:
+    """Report a forward of a marked module, and its backward when that runs."""
+    watched = watched_gemms(module)
+    if watched is None or not inputs or not isinstance(inputs[0], Tensor):
         return
-    inputs = [*args, *kwargs.values()]
-    if not inputs or not isinstance(inputs[0], Tensor):
-        return
-    x = inputs[0]
-    y = output[0] if isinstance(output, tuple) else output
-    if watched.routed:
-        rows = inputs[1].numel() if len(inputs) > 1 and isinstance(inputs[1], Tensor) else 0
-    else:
-        rows = x.numel() // max(watched.gemms[0][2], 1)
+    rows, y = watched.rows(inputs), output[0] if isinstance(output, tuple) else output
     # Read now: the forward decides whether a gradient is needed, and the flags may change before the backward.
-    needs_x = x.requires_grad
+    needs_x = inputs[0].requires_grad
     needs_w = any(p.requires_grad and p.dim() > 1 for p in module._parameters.values() if p is not None)
     records = [(recorder.begin(name, False, False, grad=True), 2 * rows * n * k) for name, n, k in watched.gemms]
     for record, flops in records:

@@ -158,6 +158,16 @@ def is_watching() -> bool:
     return bool(_watchers or _observers or _muted)
 
 
+def is_active() -> bool:
+    """Return True if anything listens: a cheap question before a report is put together."""
+    return bool(_counters or _watchers or _observers or _checkers)
+
+
+def needs_operands() -> bool:
+    """Return True if a listener reads operands or results of GEMMs, which compiled graphs do not report."""
+    return bool(_watchers or _observers or _checkers)
+
+
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
@@ -245,6 +255,15 @@ def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None
             if not grad and not seen.recompute:
                 counter.on_no_grad(layer, seen.calls)
     return seen
+
+
+def count_backward(layer: str, gemm: str, backend: str, flops: int) -> None:
+    """Count dgrad or wgrad of a compiled graph, whose backward does not know the record of its forward: the GEMM counts
+    as one of a first forward, also if that forward was a recomputation."""
+    if _counters and phase().counted:
+        for counter in _counters:
+            counter.on_gemm(layer, gemm, backend, flops, None)
+            counter.on_ran(layer, gemm, "fwd", 1)
 
 
 def record_idle_experts(layer: str, experts: int) -> None:

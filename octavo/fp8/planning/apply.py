@@ -13,10 +13,11 @@ from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
+from octavo.fp8.blocks.counted import CountedModule
 from octavo.fp8.blocks.probe import share_trials
 from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import LayerGemms
-from octavo.fp8.dense.swap import SwappedModule, unswap
+from octavo.fp8.dense.swap import SwappedModule, replace
 from octavo.fp8.kernels.self_check import run_checks
 from octavo.fp8.moe import experts
 from octavo.fp8.moe.experts import Experts
@@ -29,7 +30,7 @@ from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.policy.decisions import is_meta
 from octavo.fp8.policy.policy import HEAD, OFF, PlanError
 from octavo.fp8.policy.topology import describe_layers
-from octavo.fp8.weights.cache import CachesWeights
+from octavo.fp8.weights.cache import CachesWeights, register_owner
 
 _HIGH = Recipe(OFF, "high precision", None, None, None)
 
@@ -71,7 +72,7 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
         module = modules[name]
         if not any(r.fp8 or r.name in switchable for r in rows):
             gemms = tuple((r.name, *r.shape) for r in rows)
-            counts.watch_module(module, counts.HighPrecisionGemms(gemms, routed=rows[0].kind == "experts"))
+            _count_module(module, counts.HighPrecisionGemms(gemms, routed=rows[0].kind == "experts"))
         elif rows[0].kind == "experts":
             Experts.convert(module, {r.name.rpartition(".")[2]: _make_site(r) for r in rows})
         else:
@@ -158,6 +159,17 @@ def _check_modules(
 
 def _why_experts_differ(module: nn.Module) -> str | None:
     return experts.stand_in_matches(module) if is_meta(module) else experts.matches_stock(module)
+
+
+def _count_module(module: nn.Module, gemms: counts.HighPrecisionGemms) -> None:
+    """Let counters see a module that stays in high precision. A forward on the instance hides the forward of any class,
+    and is observed by a hook."""
+    is_new = counts.watched_gemms(module) is None
+    counts.watch_module(module, gemms)
+    replace(module, CountedModule)
+    register_owner(module)
+    if is_new and not isinstance(module, CountedModule):
+        module.register_forward_hook(counts.observe_module, with_kwargs=True)
 
 
 def _make_site(row: PlanRow) -> LayerGemms:
@@ -257,4 +269,4 @@ def unfuse(model: nn.Module) -> None:
     """Restore the stock forwards of norms, MLPs and attention outputs."""
     for module in list(model.modules()):
         if not (isinstance(module, SwappedModule) and module.runs_in_high_precision):
-            unswap(module)
+            replace(module, CountedModule if counts.watched_gemms(module) is not None else None)

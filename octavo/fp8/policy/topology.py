@@ -132,7 +132,8 @@ def _make_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Module], h
         elif _is_router(stock, modules):
             kind = "router"
         else:
-            kind = "linear" if type(module) is nn.Linear or isinstance(module, Linear) else "subclass"
+            plain = getattr(module, "_stock", type(module))  # the class before fp8.apply replaced it to count
+            kind = "linear" if plain is nn.Linear or isinstance(module, Linear) else "subclass"
         yield _make_row(name, kind, module, tuple(module.weight.shape), kind_name)
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         if of_patches or module.kernel_size == module.stride != (1,) * len(module.stride):

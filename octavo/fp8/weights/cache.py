@@ -20,7 +20,7 @@ way. Call :func:`invalidate` after them, or write under ``torch.no_grad()`` to t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -46,6 +46,27 @@ def codes_of(weight: Tensor) -> WeightCache | None:
     """Return the cache of the layer whose whole weight this tensor is, or None if there is none."""
     entry = _caches.get(weight.untyped_storage()._cdata)
     return entry[1]() if entry is not None and entry[2] == _geometry(weight) else None
+
+
+# The module in high precision that a storage belongs to, likewise by address.
+_owners: dict[int, tuple[StorageWeakRef, weakref.ref[nn.Module]]] = {}
+
+
+def register_owner(module: nn.Module, parameters: Iterable[object] | None = None) -> None:
+    """Register a module in high precision as the owner of its parameters, or of those given, for :func:`owner_of`."""
+    reference = weakref.ref(module)
+    for parameter in module._parameters.values() if parameters is None else parameters:
+        if type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta:  # type: ignore[attr-defined]
+            storage = parameter.untyped_storage()  # type: ignore[attr-defined]
+            _owners[storage._cdata] = StorageWeakRef(storage), reference
+    for address in [address for address, (_, owner) in _owners.items() if owner() is None]:
+        del _owners[address]
+
+
+def owner_of(weight: Tensor) -> nn.Module | None:
+    """Return the module in high precision that a tensor in a compiled graph is a parameter of, or None."""
+    entry = _owners.get(weight.untyped_storage()._cdata)
+    return None if entry is None else entry[1]()
 
 
 def _geometry(weight: Tensor) -> _Geometry:
@@ -87,9 +108,10 @@ class WeightCache:
     on optimizers, because a pickle may bring a model into a process that never converted one.
     """
 
-    def __init__(self, keep: bool = True, both: bool = False) -> None:
+    def __init__(self, keep: bool = True, both: bool = False, layer: str = "") -> None:
         watch_optimizers()
         self.keep, self.both = keep, both
+        self.layer = layer  # the name under which the GEMMs of this weight are counted
         self.casts = 0
         self.block: int | None = None  # rows of the weight that are cast at a time, or None for all
         self.captured = False  # True if the last codes were cast into a CUDA graph, without being cached
@@ -102,10 +124,10 @@ class WeightCache:
         self._address = 0  # of the storage under which this cache is registered
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightCache:
-        return WeightCache(self.keep, self.both)
+        return WeightCache(self.keep, self.both, self.layer)
 
-    def __reduce__(self) -> tuple[type[WeightCache], tuple[bool, bool]]:
-        return WeightCache, (self.keep, self.both)
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[bool, bool, str]]:
+        return WeightCache, (self.keep, self.both, self.layer)
 
     def __len__(self) -> int:
         return len(self._codes)

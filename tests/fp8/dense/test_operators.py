@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo import fp8
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize, scale_fp32
-from octavo.fp8.dense import compiled
+from octavo.fp8.dense import graph_arguments
 from octavo.fp8.dense.gemms import LayerGemms, select_backends
 from octavo.fp8.kernels import layout, registry
 from octavo.fp8.weights import cache as weights
@@ -53,10 +53,10 @@ def equal_bits(a: Quantized, b: Quantized) -> bool:
 def test_pack_and_unpack_round_trip(spec, contract):
     for rows, cols in ((1, 1), (5, 40), (130, 257), (16, 128), (0, 24), (24, 0)):
         q = quantize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)), spec)
-        codes, scale = compiled.pack(q, contract)
+        codes, scale = graph_arguments.pack(q, contract)
         assert codes.dtype is torch.uint8 and codes.is_contiguous() and scale.is_contiguous() and scale.dim() == 1
         assert tuple(codes.shape) == layout.padded_sizes(rows, cols, spec, contract)
-        again = compiled.unpack(codes, scale, rows, cols, spec, contract)
+        again = graph_arguments.unpack(codes, scale, rows, cols, spec, contract)
         assert equal_bits(q, again)
         if min(rows, cols) > 1:  # what a GEMM then reads is a view: nothing is copied a second time
             operand = layout.k_major(again, contract)
@@ -71,9 +71,9 @@ def test_codes_in_layout_are_packed_without_copy(spec, contract):
     rows, cols = 33, 140
     plain = quantize(torch.randn(rows, cols), spec)
     right = laid_out(plain, contract)
-    codes, packed = compiled.pack(right, contract)
+    codes, packed = graph_arguments.pack(right, contract)
     assert codes.data_ptr() == right.data.data_ptr() and packed.data_ptr() == right.scale.data_ptr()
-    assert equal_bits(plain, compiled.unpack(codes, packed, rows, cols, spec, contract))
+    assert equal_bits(plain, graph_arguments.unpack(codes, packed, rows, cols, spec, contract))
 
 
 # --- the text that layers share ---------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_key_has_only_backends_and_casts():
     ran = f"reference@{layout.REVISION}"
     square, tall = "e4m3,1,128,pow2;e4m3,128,128,pow2", "e4m3,128,1,pow2;e4m3,128,1,pow2"
     assert a.key == b.key == f"{ran}:{square}|{ran}:{square}|{ran}:{tall}"
-    parts = compiled.parse_key(key_of(named("rowwise", dgrad="bf16", format="hybrid")))
+    parts = graph_arguments.parse_key(key_of(named("rowwise", dgrad="bf16", format="hybrid")))
     assert parts.dgrad == "" and parts.operand("dgrad", 0) == ""
     assert parts.operand("wgrad", 0) == f"{ran}:e5m2,-1,1,pow2"
     assert parts.operand("wgrad", 1) == f"{ran}:e4m3,-1,1,pow2"
@@ -93,7 +93,7 @@ def test_key_has_only_backends_and_casts():
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_text_round_trip(name):
     for recipe in (named(name), named(name, wgrad="bf16"), named(name, fwd="bf16", dgrad="bf16")):
-        assert compiled.parse_casts(compiled.format_casts(recipe)) == recipe
+        assert graph_arguments.parse_casts(graph_arguments.format_casts(recipe)) == recipe
 
 
 # --- what the compiler is told ----------------------------------------------------------------------------------------
@@ -107,26 +107,26 @@ def test_fake_implementations_match_operators(name, backend):
     recipe = named(name)
     key, (m, n, k) = key_of(recipe, backend), (5, 24, 40)
     x, w, b = operands(m, n, k)
-    parts = compiled.parse_key(key)
+    parts = graph_arguments.parse_key(key)
     for row, col in ((0, 1), (0, None), (None, 1)):
         casts = ("" if row is None else parts.operand("fwd", 0), "" if col is None else parts.operand("wgrad", 1))
         torch.library.opcheck(torch.ops.octavo.cast, (x, *casts), test_utils=CHECKS)
     codes = torch.ops.octavo.cast(x, parts.operand("fwd", 0), parts.operand("wgrad", 1))
     w.requires_grad_()
-    torch.library.opcheck(torch.ops.octavo.linear, (x, w, b, *codes, key), test_utils=CHECKS)
+    torch.library.opcheck(torch.ops.octavo.linear, (x, w, b, *codes, key, 0), test_utils=CHECKS)
     dy = torch.ops.octavo.cast(torch.randn(m, n), parts.operand("dgrad", 0), parts.operand("wgrad", 0))
     dtype = torch.bfloat16
     torch.library.opcheck(torch.ops.octavo.dgrad, (*dy[:2], w, m, dtype, key), test_utils=CHECKS)
-    torch.library.opcheck(torch.ops.octavo.wgrad, (*dy[2:], *codes[2:], m, n, k, dtype, key), test_utils=CHECKS)
+    torch.library.opcheck(torch.ops.octavo.wgrad, (*dy[2:], *codes[2:], w, m, key), test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_gradient_under_aot_dispatch_with_dynamic_sizes(name):
     key = key_of(named(name))
     x, w, b = (t.requires_grad_() for t in operands(37, 24, 40))
-    parts = compiled.parse_key(key)
+    parts = graph_arguments.parse_key(key)
     codes = torch.ops.octavo.cast(x.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1))
-    torch.library.opcheck(torch.ops.octavo.linear, (x, w, b, *codes, key), test_utils=("test_aot_dispatch_dynamic",))
+    torch.library.opcheck(torch.ops.octavo.linear, (x, w, b, *codes, key, 0), test_utils=("test_aot_dispatch_dynamic",))
 
 
 def test_outputs_never_share_memory():
@@ -145,10 +145,10 @@ def test_outputs_never_share_memory():
         out = torch.ops.octavo.cast(torch.randn(16, 16), "one_cast:e4m3,-1,-1,fp32", "one_cast:e4m3,-1,-1,fp32")
     finally:
         del registry._backends["one_cast"]
-        compiled.parse_operand.cache_clear()
+        graph_arguments.parse_operand.cache_clear()
     assert len({t.untyped_storage()._cdata for t in out}) == 4
     spec = CastSpec("e4m3", (-1, -1), "fp32")
-    row, col = compiled.unpack(*out[:2], 16, 16, spec, 1), compiled.unpack(*out[2:], 16, 16, spec, 0)
+    row, col = graph_arguments.unpack(*out[:2], 16, 16, spec, 1), graph_arguments.unpack(*out[2:], 16, 16, spec, 0)
     assert equal_bits(row, col)
 
 
@@ -162,9 +162,9 @@ def test_uncastable_tensor_is_rejected_while_tracing():
 def test_second_derivative_is_rejected():
     key = key_of(named("rowwise"))
     x, w, _ = (t.requires_grad_() for t in operands(8, 16, 16))
-    parts = compiled.parse_key(key)
+    parts = graph_arguments.parse_key(key)
     codes = torch.ops.octavo.cast(x.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1))
-    y = torch.ops.octavo.linear(x, w, None, *codes, key)
+    y = torch.ops.octavo.linear(x, w, None, *codes, key, 0)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated again"):
         dx.sum().backward()
@@ -181,8 +181,8 @@ def layer(name: str = "blockwise", n: int = 24, k: int = 40) -> fp8.Linear:
 
 def forward(module: fp8.Linear, weight: Tensor, x: Tensor) -> Tensor:
     key = module._site.key
-    codes = torch.ops.octavo.cast(x, compiled.parse_key(key).operand("fwd", 0), "")
-    return torch.ops.octavo.linear(x, weight, None, *codes, key)
+    codes = torch.ops.octavo.cast(x, graph_arguments.parse_key(key).operand("fwd", 0), "")
+    return torch.ops.octavo.linear(x, weight, None, *codes, key, 0)
 
 
 def test_codes_are_found_by_weight_storage():
@@ -247,8 +247,8 @@ def test_separate_weight_casts_have_layout_of_their_gemm(name, monkeypatch):
     monkeypatch.setattr(type(registry.get("reference")), "quantize", quantize)
     w, x, recipe = torch.randn(24, 40), torch.randn(4, 40, requires_grad=True), named(name)
     key = key_of(recipe)
-    codes = torch.ops.octavo.cast(x, compiled.parse_key(key).operand("fwd", 0), "")
-    torch.ops.octavo.linear(x, w, None, *codes, key).sum().backward()
+    codes = torch.ops.octavo.cast(x, graph_arguments.parse_key(key).operand("fwd", 0), "")
+    torch.ops.octavo.linear(x, w, None, *codes, key, 0).sum().backward()
     assert (recipe.fwd.b, 1) in requested and (recipe.dgrad.b, 0) in requested and (recipe.dgrad.b, 1) not in requested
 
 
@@ -283,6 +283,6 @@ def test_cached_graph_of_other_layout_is_not_reused(monkeypatch):
     """A compiler's cache keys a graph by its operators and constants; what the operators return is not part of it."""
     recipe = fp8.recipe("blockwise")
     selections = select_backends(recipe, torch.device("cpu"))
-    before = compiled.describe(recipe, selections)
+    before = graph_arguments.describe(recipe, selections)
     monkeypatch.setattr(layout, "REVISION", layout.REVISION + 1)
-    assert compiled.describe(recipe, selections) != before
+    assert graph_arguments.describe(recipe, selections) != before

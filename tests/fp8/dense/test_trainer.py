@@ -20,7 +20,7 @@ class Forget(TrainerCallback):
         fp8.invalidate(self.model)
 
 
-def train(directory, forget, checkpointing, optim="adamw_torch_fused"):
+def train(directory, forget, checkpointing, optim="adamw_torch_fused", compiled=False):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=2, vocab_size=64,
@@ -34,6 +34,7 @@ def train(directory, forget, checkpointing, optim="adamw_torch_fused"):
         output_dir=str(directory), max_steps=STEPS, per_device_train_batch_size=2,
         gradient_accumulation_steps=ACCUMULATE, learning_rate=0.05, optim=optim, report_to=[], logging_steps=1,
         save_strategy="no", use_cpu=True, disable_tqdm=True, gradient_checkpointing=checkpointing, seed=0,
+        torch_compile=compiled, torch_compile_backend="aot_eager" if compiled else None,
     )  # fmt: skip
     trainer = Trainer(
         model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids],
@@ -60,6 +61,16 @@ def test_a_stock_trainer_trains_in_fp8(tmp_path, checkpointing):
     _, _, _, again = train(tmp_path, forget=True, checkpointing=checkpointing)
     assert losses == again
     assert losses[-1] != losses[0]
+
+
+@pytest.mark.long
+def test_compiled_steps_are_counted_as_eager_ones(tmp_path):
+    _, plan, want, losses = train(tmp_path, forget=False, checkpointing=False)
+    _, _, counts, compiled_losses = train(tmp_path, forget=False, checkpointing=False, compiled=True)
+    in_fp8 = sum(calls for (_, _, backend), calls in counts.items() if backend != fp8.HIGH)  # as the tutorial does
+    assert in_fp8 == sum(row.fp8 for row in plan.rows) * 3 * STEPS * ACCUMULATE
+    assert counts.calls == want.calls and counts.flops == want.flops and counts.total(layer="lm_head") > 0
+    assert compiled_losses == pytest.approx(losses, rel=1e-5)
 
 
 def test_saved_model_is_stock(tmp_path):

@@ -1,0 +1,123 @@
+"""Counts of the GEMMs in compiled graphs: the operators report what they run, under the name of the weight's layer.
+
+All blocks of a model may share one graph, so an operator has no argument that names its layer. The weight names it: a
+cache of codes is registered by the weight's storage (:func:`octavo.fp8.weights.cache.codes_of`), and so is a module in
+high precision (:func:`octavo.fp8.weights.cache.owner_of`). If nothing listens, an operator only asks whether anything
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.dense.graph_arguments import GemmTexts, parse_key
+from octavo.fp8.kernels.capture import is_capturing
+from octavo.fp8.observe import counts, recorder
+from octavo.fp8.observe.recorder import HIGH
+from octavo.fp8.weights.cache import codes_of, owner_of
+
+DGRAD, WGRAD, GRAD = 1, 2, 4
+"""What a forward needs later, as one number: its input's gradient, its weight's gradient, and any gradient at all."""
+
+
+def gradient_needs(x: Tensor, weight: Tensor) -> int:
+    """Return the sum of :data:`DGRAD`, :data:`WGRAD` and :data:`GRAD` for a forward, while a compiler traces it."""
+    if not torch.is_grad_enabled():
+        return 0
+    return GRAD + (DGRAD if x.requires_grad else 0) + (WGRAD if weight.requires_grad else 0)
+
+
+# --- whose weight it is -----------------------------------------------------------------------------------------------
+
+
+def _find_module(weight: Tensor) -> counts.HighPrecisionGemms | None:
+    module = owner_of(weight)
+    return None if module is None else counts.watched_gemms(module)
+
+
+class _Layer(NamedTuple):
+    name: str
+    is_planned: bool  # counters expect gradients of an FP8 layer, and not of a module that the plan leaves as it is
+
+
+def _find_layer(weight: Tensor, texts: GemmTexts) -> _Layer:
+    """Return the layer of a weight.
+
+    Raises RuntimeError if there is none, as for a weight that was computed or passed by ``functional_call``.
+    """
+    cache = codes_of(weight)
+    if cache is not None and cache.layer:
+        return _Layer(cache.layer, True)
+    if texts.name:
+        return _Layer(texts.name, True)
+    watched = _find_module(weight)
+    if watched is not None:
+        return _Layer(watched.gemms[0][0], False)
+    raise _unknown(weight)
+
+
+def _unknown(weight: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"fp8.count_gemms cannot count a GEMM of a compiled graph: its weight {list(weight.shape)} is not the "
+        "parameter of a layer (it was computed, or passed by torch.func.functional_call). Count such a model under "
+        'torch.compiler.set_stance("force_eager").'
+    )
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def report_forward(weight: Tensor, key: str, tokens: int, needs: int) -> None:
+    """Report fwd of a linear layer in a graph; ``needs`` is :func:`gradient_needs`."""
+    _check_listeners(weight)
+    texts = parse_key(key)
+    layer = _find_layer(weight, texts)
+    if layer.is_planned:
+        record = recorder.begin(layer.name, bool(needs & DGRAD), bool(needs & WGRAD), bool(needs & GRAD))
+    else:
+        record = recorder.begin(layer.name, False, False, True)
+    record.gemm("fwd", _backend(texts, "fwd"), 2 * tokens * weight.numel())
+
+
+def report_backward(gemm: str, weight: Tensor, key: str, tokens: int) -> None:
+    """Report dgrad or wgrad of a linear layer in a graph."""
+    _check_listeners(weight)
+    texts = parse_key(key)
+    layer = _find_layer(weight, texts).name
+    recorder.count_backward(layer, gemm, _backend(texts, gemm), 2 * tokens * weight.numel())
+
+
+def report_module(weight: Tensor, gemms: Iterable[str], rows: int) -> None:
+    """Report GEMMs of a module in high precision that has its own operators in the graph."""
+    _check_listeners(weight)
+    watched = _find_module(weight)
+    if watched is None:
+        raise _unknown(weight)
+    for name, n, k in watched.gemms:
+        for gemm in gemms:
+            if gemm == "fwd":
+                recorder.begin(name, False, False, True).gemm("fwd", HIGH, 2 * rows * n * k)
+            else:
+                recorder.count_backward(name, gemm, HIGH, 2 * rows * n * k)
+
+
+def _backend(texts: GemmTexts, gemm: str) -> str:
+    return texts.text(gemm).partition("@")[0] or HIGH
+
+
+def _check_listeners(weight: Tensor) -> None:
+    """Raise RuntimeError for what a graph cannot report: operands, and replays of a CUDA graph that torch captures."""
+    if recorder.needs_operands():
+        raise RuntimeError(
+            "fp8.health, and every check that reads the operands of GEMMs, needs steps outside of compiled graphs. Run "
+            'these steps under torch.compiler.set_stance("force_eager").'
+        )
+    if not counts.is_recording() and is_capturing(weight.device):
+        raise RuntimeError(
+            "fp8.count_gemms cannot count what torch.compile runs as CUDA graphs (mode reduce-overhead): a replay "
+            'reports nothing. Count under torch.compiler.set_stance("force_eager"), or compile without CUDA graphs.'
+        )
