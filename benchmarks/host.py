@@ -8,7 +8,8 @@ kernels if these take longer, and otherwise determines the speed (short sequence
 small; their size does not matter because nothing is computed.
 
 Times are thread CPU times, so that other work on the machine matters little; candidates run in turn, and the median of
-the rounds counts. The last rows are single launches through a driver that does nothing: by Triton, and by Octavo.
+the rounds counts. The last rows are single launches through a driver that does nothing, by Triton and by Octavo, and
+what the operators of a compiled layer take to report their GEMMs to fp8.count_gemms.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from triton.runtime.jit import JITFunction
 from octavo import fp8
 from octavo.base.recipe_specs import SPECS
 from octavo.bench import record
+from octavo.fp8.dense import graph_counts
 from octavo.fp8.kernels import torch_backend, triton_backend
 from octavo.fp8.kernels.triton_kernels import cast, cast_tiles, gemm, launch, tiles
+from octavo.fp8.observe import recorder
 
 SIZE = 128
 CALLS = 100  # of one contender in one round
@@ -109,6 +112,9 @@ def contenders() -> dict[str, Step]:
         fp8.apply(layer, fp8.plan(layer, fp8.Policy(recipe, backend=backend, weight_codes=codes)))
         name = f"{recipe}, {backend} backend" + (", both layouts of w" if codes == "both" else "")
         steps[name] = step_of(layer[0], SIZE, list(layer.parameters()))
+    layer = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16))
+    fp8.apply(layer, fp8.plan(layer, fp8.Policy("blockwise", backend="torch")))
+    steps["blockwise, torch backend, torch.compile"] = step_of(torch.compile(layer), SIZE, list(layer.parameters()))
     return steps
 
 
@@ -168,6 +174,30 @@ def launches(rounds: int) -> dict[str, float]:
     return {name: round(statistics.median(each) * 1e6, 1) for name, each in seconds.items()}
 
 
+def reports(rounds: int) -> dict[str, float]:
+    """Microseconds that the three GEMMs of a layer in a compiled graph take to report: in fp8.count_gemms, and the
+    question of an operator whether anything listens."""
+    layer: Any = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16))
+    fp8.apply(layer, fp8.plan(layer, fp8.Policy("blockwise", backend="torch")))
+    weight, key = layer[0].weight, layer[0]._site.key
+
+    def report() -> None:
+        graph_counts.report_forward(weight, key, SIZE, graph_counts.GRAD + graph_counts.DGRAD + graph_counts.WGRAD)
+        graph_counts.report_backward("dgrad", weight, key, SIZE)
+        graph_counts.report_backward("wgrad", weight, key, SIZE)
+
+    ways = {"counted": report, "not counted": lambda: [recorder.is_active() for _ in range(3)]}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    with fp8.count_gemms():
+        for _ in range(rounds):
+            for name, way in ways.items():
+                began = time.thread_time()
+                for _ in range(CALLS):
+                    way()
+                seconds[name].append((time.thread_time() - began) / CALLS)
+    return {name: round(statistics.median(each) * 1e6, 1) for name, each in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
@@ -175,17 +205,20 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with without_kernels(), torch.autograd.set_multithreading_enabled(False):
-        rows = timed(contenders(), args.rounds)
+        rows, counts = timed(contenders(), args.rounds), reports(args.rounds)
     print(f"{'microseconds of thread time':40} forward  with backward  x nn.Linear")
     for row in rows:
         print(f"{row['layer']:40} {row['forward_us']:7.1f} {row['both_us']:14.1f} {row['ratio']:12.1f}")
     one = launches(args.rounds)
     for name, micro in one.items():
         print(f"{'one launch: ' + name:40} {micro:7.1f}")
+    for name, micro in counts.items():
+        print(f"{'reports of a compiled layer, ' + name:40} {micro:7.1f}")
     if args.out:
         result = {
             "command": "python benchmarks/host.py",
             "layers": rows,
+            "reports_us": counts,
             "launch_us": one,
             "machine": record.describe_machine(),
         }

@@ -9,12 +9,13 @@ does.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.fp8.dense.graph_arguments import GemmTexts, parse_key
+from octavo.fp8.dense.graph_arguments import parse_key
 from octavo.fp8.kernels.capture import is_capturing
 from octavo.fp8.observe import counts, recorder
 from octavo.fp8.observe.recorder import HIGH
@@ -44,7 +45,7 @@ class _Layer(NamedTuple):
     is_planned: bool  # counters expect gradients of an FP8 layer, and not of a module that the plan leaves as it is
 
 
-def _find_layer(weight: Tensor, texts: GemmTexts) -> _Layer:
+def _find_layer(weight: Tensor, key: str) -> _Layer:
     """Return the layer of a weight.
 
     Raises RuntimeError if there is none, as for a weight that was computed or passed by ``functional_call``.
@@ -52,8 +53,8 @@ def _find_layer(weight: Tensor, texts: GemmTexts) -> _Layer:
     cache = codes_of(weight)
     if cache is not None and cache.layer:
         return _Layer(cache.layer, True)
-    if texts.name:
-        return _Layer(texts.name, True)
+    if (name := parse_key(key).name) != "":
+        return _Layer(name, True)
     watched = _find_module(weight)
     if watched is not None:
         return _Layer(watched.gemms[0][0], False)
@@ -74,21 +75,19 @@ def _unknown(weight: Tensor) -> RuntimeError:
 def report_forward(weight: Tensor, key: str, tokens: int, needs: int) -> None:
     """Report fwd of a linear layer in a graph; ``needs`` is :func:`gradient_needs`."""
     _check_listeners(weight)
-    texts = parse_key(key)
-    layer = _find_layer(weight, texts)
-    if layer.is_planned:
-        record = recorder.begin(layer.name, bool(needs & DGRAD), bool(needs & WGRAD), bool(needs & GRAD))
+    layer, is_planned = _find_layer(weight, key)
+    flops = 2 * tokens * weight.numel()
+    if is_planned:
+        dgrad, wgrad, grad = bool(needs & DGRAD), bool(needs & WGRAD), bool(needs & GRAD)
+        recorder.count_forward(layer, _backend(key, "fwd"), flops, dgrad, wgrad, grad)
     else:
-        record = recorder.begin(layer.name, False, False, True)
-    record.gemm("fwd", _backend(texts, "fwd"), 2 * tokens * weight.numel())
+        recorder.count_forward(layer, HIGH, flops, False, False, True)
 
 
 def report_backward(gemm: str, weight: Tensor, key: str, tokens: int) -> None:
     """Report dgrad or wgrad of a linear layer in a graph."""
     _check_listeners(weight)
-    texts = parse_key(key)
-    layer = _find_layer(weight, texts).name
-    recorder.count_backward(layer, gemm, _backend(texts, gemm), 2 * tokens * weight.numel())
+    recorder.count_backward(_find_layer(weight, key).name, gemm, _backend(key, gemm), 2 * tokens * weight.numel())
 
 
 def report_module(weight: Tensor, gemms: Iterable[str], rows: int) -> None:
@@ -100,13 +99,14 @@ def report_module(weight: Tensor, gemms: Iterable[str], rows: int) -> None:
     for name, n, k in watched.gemms:
         for gemm in gemms:
             if gemm == "fwd":
-                recorder.begin(name, False, False, True).gemm("fwd", HIGH, 2 * rows * n * k)
+                recorder.count_forward(name, HIGH, 2 * rows * n * k, False, False, True)
             else:
                 recorder.count_backward(name, gemm, HIGH, 2 * rows * n * k)
 
 
-def _backend(texts: GemmTexts, gemm: str) -> str:
-    return texts.text(gemm).partition("@")[0] or HIGH
+@lru_cache(maxsize=256)
+def _backend(key: str, gemm: str) -> str:
+    return parse_key(key).text(gemm).partition("@")[0] or HIGH
 
 
 def _check_listeners(weight: Tensor) -> None:

@@ -257,6 +257,22 @@ def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None
     return seen
 
 
+def count_forward(layer: str, backend: str, flops: int, dgrad: bool, wgrad: bool, grad: bool) -> None:
+    """Count fwd of a compiled graph, as :func:`begin` and :meth:`LayerRecord.gemm` do."""
+    now = phase()
+    if not now.counted:
+        return
+    kind = "recompute" if now.recompute else "fwd"
+    for counter in _counters:
+        if dgrad:
+            counter.on_expect(layer, "dgrad", kind, 1)
+        if wgrad:
+            counter.on_expect(layer, "wgrad", kind, 1)
+        if not grad and not now.recompute:
+            counter.on_no_grad(layer, 1)
+        counter.on_gemm(layer, kind, backend, flops, None)
+
+
 def count_backward(layer: str, gemm: str, backend: str, flops: int) -> None:
     """Count dgrad or wgrad of a compiled graph, whose backward does not know the record of its forward: the GEMM counts
     as one of a first forward, also if that forward was a recomputation."""
