@@ -82,25 +82,24 @@ def _out(like: Tensor, spec: CastSpec | None, contract: int) -> _Out | None:
     return _Out(like, spec, contract)
 
 
-def _program(row: CastSpec | None, col: CastSpec | None, itemsize: int) -> dict[str, Any]:
-    """Return the constants of a tile's program that quantizes with these specs."""
+def _program(row: CastSpec | None, col: CastSpec | None, itemsize: int, results: int) -> dict[str, Any]:
+    """Return the constants of a tile's program that quantizes this many results with these specs."""
     constants: dict[str, Any] = {"ROW": _cast(row, 1), "COL": _cast(col, 0)}
     if col is None:
         return constants | {"BM": 32, "BK": TILE, "num_warps": 4}
-    constants |= {"BM": TILE, "BK": TILE, "num_warps": 16}
-    light = all(max(s.block) == TILE and s.scale == "pow2" for s in (row, col) if s is not None)
-    if light and itemsize == 2:
-        # With 64 registers two programs share a multiprocessor: one computes while the other waits for memory. Blocks
-        # of 32, true divisions and wide inputs would spill.
-        constants["maxnreg"] = 64
-    return constants
+    # With 128 registers a thread, two programs of 8 warps share a multiprocessor: one computes while the other waits
+    # for memory. Two results of fp32 fit in the registers of 16 warps only; with blocks of 32, which have more scales,
+    # so do two of 16 bits.
+    wide = results == 2 and (itemsize == 4 or 32 in col.block)
+    return constants | {"BM": TILE, "BK": TILE, "num_warps": 16 if wide else 8, "maxnreg": 128}
 
 
 def _tiles(
-    like: Tensor, row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None
-) -> tuple[tuple[int, int], dict[str, Any]]:
+    like: Tensor, row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None,
+    results: int = 1,
+) -> tuple[tuple[int, int], dict[str, Any]]:  # fmt: skip
     """Return the grid and the constants of a program; tiles cover the padding of every output."""
-    constants = _program(row if row_out else None, col if col_out else None, like.itemsize)
+    constants = _program(row if row_out else None, col if col_out else None, like.itemsize, results)
     down = like.shape[0] if col_out else round_up(like.shape[0], ALIGN)
     constants["WHOLE"] = like.shape[0] % constants["BM"] == like.shape[1] % TILE == 0  # nothing to mask
     return (ceil_div(like.shape[1], TILE), ceil_div(down, constants["BM"])), constants
@@ -229,11 +228,10 @@ def swiglu_backward_quantize(
     dgate, dup = (_plain(gate, False, (gate_row, row), (gate_col, col)) for _ in range(2))
     unit = _unit(dh, gate, up)
     size = (gate.shape[0], *(t.stride(0) // unit for t in (dh, gate, up)), gate.shape[1] // unit)
-    (across, down), constants = _tiles(gate, row, gate_row, col, gate_col)
+    grid, constants = _tiles(gate, row, gate_row, col, gate_col, results=2)
     outs = (*_pair(gate_row), *_pair(gate_col), *_pair(up_row), *_pair(up_col))
     tops = _top(gate, (gate_row, row), (gate_col, col)), _top(up, (up_row, row), (up_col, col))
-    grid, results = (2 * across, down), (dgate, dup)
-    launch(kernels.swiglu_backward, grid, dh, gate, up, *results, *outs, *tops, *size, UNIT=unit, **constants)
+    launch(kernels.swiglu_backward, grid, dh, gate, up, dgate, dup, *outs, *tops, *size, UNIT=unit, **constants)
     return (
         *_results(dgate, tops[0], row, gate_row, col, gate_col),
         *_results(dup, tops[1], row, up_row, col, up_col),

@@ -53,8 +53,6 @@ def variants() -> list[Variant]:
     results = []
     for name, (row, col) in pairs.items():
         dtype = name if name in ("fp32", "fp16") else "bf16"
-        tile = {"UNIT": 16, "WHOLE": True, **fused._program(row, col, 4 if dtype == "fp32" else 2)}
-        warps, most = tile.pop("num_warps"), tile.pop("maxnreg", None)
         for kernel, inputs, plain in (
             (kernels.rmsnorm_tile, ("x", "weight"), ("y",)),
             (kernels.swiglu, ("gate", "up"), ("h",)),
@@ -62,7 +60,9 @@ def variants() -> list[Variant]:
         ):
             if kernel is kernels.rmsnorm_tile and col is None:
                 continue
-            codes_alone = row is not None and dtype == "bf16" and kernel is not kernels.rmsnorm_tile
+            tile = {"UNIT": 16, "WHOLE": True, **fused._program(row, col, 4 if dtype == "fp32" else 2, len(plain))}
+            warps, most = tile.pop("num_warps"), tile.pop("maxnreg", None)
+            codes_alone = row is not None and dtype == "bf16"
             for emit in (True, False) if codes_alone else (True,):
                 expected = [*inputs, *(plain if emit else ())]
                 signature, absent = _signature(kernel, expected, row, col, dtype)
