@@ -9,6 +9,7 @@ into both layouts, "eager" is PyTorch op by op plus that cast::
     kernel                          reads        writes                    fused   unfused   eager
     rmsnorm -> row                  x 2          y 2, row 1                  5        7        39
     rmsnorm -> row, col             x 2 + 2*     y 2, row 1, col 1           6-8      8        40
+    rmsnorm -> row, col, no y       x 2 + 2*     row 1, col 1                4-6      8        40
     swiglu -> row, col              gate, up 4   h 2, row 1, col 1           8       10        14
     swiglu -> row, col, no h        gate, up 4   row 1, col 1                6       10        14
     swiglu backward                 3 x 2        2 x (row 1, col 1)         10       18        30
@@ -20,7 +21,8 @@ block needs 128 rows at a time; 128 whole rows do not fit in a multiprocessor (1
 multiprocessors do not fit in the cache. So with a column layout ``rstd_of_rows`` reads x for the statistics and
 ``rmsnorm_tile`` reads it again in 128 x 128 tiles, in reverse order: the rows that were read last are cached. Tiles
 also keep every multiprocessor busy when there are fewer panels of 128 rows than multiprocessors. SwiGLU needs no
-statistics: ``swiglu`` and ``swiglu_backward`` use tiles of 128 x 128.
+statistics: ``swiglu`` and ``swiglu_backward`` use tiles of 128 x 128. All tiles, ragged or whole, of any format and
+dtype, have one form (``fused_tiles.py``); :func:`_program` chooses its size and its threads.
 
 Tiles quantize only blocks along one dimension, of 32 or 128; ``rmsnorm_rows`` also quantizes whole rows. For others
 (rows of SwiGLU, columns, tensors) the amax is known only when all programs have finished: the result is written first
@@ -144,11 +146,13 @@ def _results(
     return results[0], results[1]
 
 
-def _plain(like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
-    """Return a buffer for the result in ``like``'s dtype, if the caller wants it (``emit``) or a later cast reads
-    it."""
+def _plain(
+    like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None], dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """Return a buffer for the result, in ``dtype`` or ``like``'s, if the caller wants it (``emit``) or a later cast
+    reads it."""
     wanted = emit or any(out is None and spec is not None for out, spec in outs)
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device) if wanted else None
+    return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device) if wanted else None
 
 
 def rmsnorm_quantize(
@@ -156,6 +160,23 @@ def rmsnorm_quantize(
     out: torch.dtype | None = None, low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
     """See ``Backend.rmsnorm_quantize``. Raises CastError for shapes or dtypes that do not fit."""
+    y, rstd, row_q, col_q = _rmsnorm(x, weight, eps, row, col, out, low, emit=True)
+    assert y is not None
+    return y, rstd, row_q, col_q
+
+
+def rmsnorm_codes(
+    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
+    out: torch.dtype | None = None, low: torch.dtype | None = None,
+) -> tuple[Tensor, Quantized | None, Quantized | None]:  # fmt: skip
+    """:func:`rmsnorm_quantize` without y, for callers that do not read it: (rstd, y under ``row``, y under ``col``)."""
+    return _rmsnorm(x, weight, eps, row, col, out, low, emit=False)[1:]
+
+
+def _rmsnorm(
+    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
+    out: torch.dtype | None, low: torch.dtype | None, emit: bool,
+) -> tuple[Tensor | None, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
     check_rmsnorm(x, weight)
     x, weight = _rows_of(x), weight.detach().contiguous()
     rows, cols = x.shape
@@ -163,7 +184,7 @@ def rmsnorm_quantize(
     by_rows = col_out is None and cols <= WIDEST
     if by_rows and row is not None and row.block == (1, -1):
         row_out = _Out(x, row, 1)
-    y = torch.empty(x.shape, dtype=out or x.dtype, device=x.device)
+    y = _plain(x, emit, (row_out, row), (col_out, col), dtype=out)
     dtypes = {"OUT": _TL[out or x.dtype], "LOW": _TL[low or out or x.dtype]}
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     unit = _unit(x)
@@ -182,8 +203,8 @@ def rmsnorm_quantize(
         grid, constants = _tiles(x, row, row_out, col, col_out)
         outs = (*_pair(row_out), *_pair(col_out))
         launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, top, *size, UNIT=unit, **dtypes, **constants)
-    to_cast = y if low is None else y.to(low)
-    return y, rstd, *_results(to_cast, top, row, row_out, col, col_out)
+    to_cast = y if y is None or low is None else y.to(low)
+    return y if emit else None, rstd, *_results(to_cast, top, row, row_out, col, col_out)
 
 
 def swiglu_quantize(

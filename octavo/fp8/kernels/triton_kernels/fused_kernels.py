@@ -56,7 +56,7 @@ def rmsnorm_rows(
     x,  # [M, K] bf16, fp16 or fp32, rows x_stride * UNIT apart
     weight,  # [K] any float
     rstd,  # fp32 [M]
-    y,  # [M, K] OUT, contiguous
+    y,  # [M, K] OUT, contiguous, or None
     codes,  # row layout, or None
     scales,
     top,  # or None
@@ -85,7 +85,8 @@ def rmsnorm_rows(
     tl.store(rstd + rows, r, mask=rows < M)
     # Scale and round once to OUT. In the padding, 0 * rstd is NaN where rstd is NaN or infinite.
     out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), OUT)
-    tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
+    if y is not None:
+        tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     # Quantize from registers what a reader of y would quantize.
     out = _lowered(out, LOW)
     raise_amax(top, out)
