@@ -2,16 +2,17 @@
 
 These operators extend the operators of linear layers (:mod:`octavo.fp8.dense.compiled`), under the same rules::
 
-    octavo::rmsnorm(x, weight, row, col)      -> y, rstd, and the codes of y for the next layers
+    octavo::rmsnorm(x, weight, row, col)      -> a carrier of y's gradient, rstd, and the codes of y for the next layers
     octavo::gated_mlp(codes of x, weights)    -> y; for its backward gate, up, and the codes of h for wgrad
     octavo::swiglu_backward(dh, gate, up)     -> the codes of dgate and of dup, for dgrad and for wgrad
     octavo::count(y, weight, rows)            -> y, the output of a module in high precision, which is counted
     octavo::count_gradient(dy, ...)           -> dy
 
 The codes of a norm are attached to the traced tensor y, from which the next layers take them; a compiler only sees
-operators with a common operand. The backward of a norm is plain PyTorch, which a compiler may fuse. The backward of a
-gated MLP has the operators of eager mode in the same order. Blocks that save FP8 for their backward
-(``activations="fp8"``) have no operators: compiled, they run the stock forward.
+operators with a common operand. FP8 layers do not read y: its gradient passes through a carrier, a tensor of y's shape
+with one element, and y is computed only where something else reads it. The backward of a norm is plain PyTorch, which a
+compiler may fuse. The backward of a gated MLP has the operators of eager mode in the same order. Blocks that save FP8
+for their backward (``activations="fp8"``) have no operators: compiled, they run the stock forward.
 """
 
 from __future__ import annotations
@@ -61,19 +62,21 @@ def _parse_fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, l
 def _rmsnorm(
     x: Tensor, weight: Tensor, eps: float, row: str, col: str, first: str, out: torch.dtype, low: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Return y [M, K] in ``out``, rstd [M] in fp32, and the codes of y in ``low``. The backend of the cast ``first`` is
-    preferred, also if no codes are requested."""
+    """Return the carrier of y [M, K] in ``out``, rstd [M] in fp32, and the codes of y in ``low``. The backend of the
+    cast ``first`` is preferred, also if no codes are requested."""
     backend, _ = _parse_fused("rmsnorm", x.device, first)
     specs = [parse_operand(text)[1] if text else None for text in (row, col)]
-    y, rstd, *codes = backend.rmsnorm_quantize(x, weight, eps, specs[0], specs[1], out, low)
-    return y, rstd, *pack_pair(x, codes[0], codes[1])
+    rstd, *codes = backend.rmsnorm_codes(x, weight, eps, specs[0], specs[1], out, low)
+    # One element, -0, which added to values changes no bit of them.
+    carrier = torch.full((1, 1), -0.0, dtype=out, device=x.device).expand(x.shape)
+    return carrier, rstd, *pack_pair(x, codes[0], codes[1])
 
 
 def _rmsnorm_fake(
     x: Tensor, weight: Tensor, eps: float, row: str, col: str, first: str, out: torch.dtype, low: torch.dtype
 ) -> tuple[Tensor, ...]:
-    y, rstd = x.new_empty(x.shape, dtype=out), x.new_empty(x.shape[0], dtype=torch.float32)
-    return y, rstd, *fake_pack(x, row, 1), *fake_pack(x, col, 0)
+    carrier, rstd = x.new_empty((1, 1), dtype=out).expand(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+    return carrier, rstd, *fake_pack(x, row, 1), *fake_pack(x, col, 0)
 
 
 def _save_norm(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
@@ -108,10 +111,13 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, key: str, out: torch.dtype, n
     row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1)
     first, low = row or col, compiled.traced_compute_dtype(x.device.type, out)
     col = col if needs_wgrad else ""
-    results = torch.ops.octavo.rmsnorm(compiled.as_matrix(x), weight, eps, row, col, first, out, low)
-    y = results[0].view(x.shape)
+    x_MK = compiled.as_matrix(x)
+    carrier, rstd_M, *codes = torch.ops.octavo.rmsnorm(x_MK, weight, eps, row, col, first, out, low)
+    # The kernel's formula, for readers other than FP8 layers; without any, a compiler drops it.
+    values_MK = (x_MK.detach().float() * rstd_M.unsqueeze(1) * weight.detach().float()).to(out)
+    y = (values_MK + carrier).view(x.shape)
     if row or col:
-        compiled.attach_codes(y, low, row, col, results[2:])
+        compiled.attach_codes(y, low, row, col, tuple(codes), carrier if out == low else None)
     return y
 
 
@@ -219,7 +225,9 @@ def gated_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | No
     x_MK, parts = compiled.as_matrix(x), parse_key(keys[0])
     needs_wgrad = grad and (weights[0].requires_grad or weights[1].requires_grad)
     row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1) if needs_wgrad else ""
-    codes = compiled.get_input_codes(x, x_MK.to(low), row, col)
+    low_MK = x_MK.to(low)
+    carrier, codes = compiled.get_input_codes(x, low_MK, row, col)
+    x_MK = x_MK if carrier is low_MK else carrier  # no GEMM reads x itself
     h_col = parse_key(keys[1]).operand("wgrad", 1) if grad and weights[2].requires_grad else ""
     # The gradients of x, gate and up need the gradient of h.
     trained = grad and (x.requires_grad or any(t is not None and t.requires_grad for t in (*weights[:2], *biases[:2])))

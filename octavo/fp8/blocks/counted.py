@@ -30,7 +30,7 @@ class CountedModule(CountedForward, SwappedModule):
     prefix = ""
     runs_in_high_precision = True  # stays when blocks are unfused
 
-    def traced_call(self, *args: object, **kwargs: object) -> object:
+    def trace_call(self, *args: object, **kwargs: object) -> object:
         """Run the forward while a compiler traces it."""
         inputs, watched = (*args, *kwargs.values()), self._fp8_watched
         weight = next((p for p in self._parameters.values() if p is not None and p.dim() > 1), None)

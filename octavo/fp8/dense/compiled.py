@@ -296,8 +296,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
     x_MK, parts = as_matrix(low), parse_key(key)
     # The backward needs x only if the weight is trained, and only its codes in wgrad layout.
     needs_wgrad = weight.requires_grad and torch.is_grad_enabled()
-    codes = get_input_codes(x, x_MK, parts.operand("fwd", 0), parts.operand("wgrad", 1) if needs_wgrad else "")
-    y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key, gradient_needs(x, weight))
+    needs = gradient_needs(x, weight)
+    carrier, codes = get_input_codes(x, x_MK, parts.operand("fwd", 0), parts.operand("wgrad", 1) if needs_wgrad else "")
+    if parts.fwd and (parts.wgrad or not needs_wgrad):
+        x_MK = carrier  # no GEMM reads x itself
+    y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key, needs)
     return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -318,25 +321,31 @@ _CODES_ATTRIBUTE = "_octavo_codes"
 _graph_numbers = itertools.count()
 
 
-def attach_codes(y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple[Tensor, ...]) -> None:
+def attach_codes(
+    y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple[Tensor, ...], carrier: Tensor | None
+) -> None:
     """Attach the codes of ``y`` in ``dtype`` under ``row`` and ``col``, for layers that are traced with y itself.
 
-    These layers must be in the same graph, where a write to y before them raises an error. After a graph break such a
-    write could not be detected, and y is cast again.
+    ``carrier`` [M, K] has y's gradient and not its values: layers that multiply only the codes take it instead of y,
+    which is then never written. These layers must be in the same graph, where a write to y before them raises an error.
+    After a graph break such a write could not be detected, and y is cast again.
     """
-    setattr(y, _CODES_ATTRIBUTE, (dtype, row, col, codes, graph_number()))
+    setattr(y, _CODES_ATTRIBUTE, (dtype, row, col, codes, carrier, graph_number()))
 
 
-def get_input_codes(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
-    """Return the codes and scales of ``x_MK``, which is x in the dtype of the GEMMs: those attached to x if they match,
-    otherwise from a cast."""
-    attached: tuple[torch.dtype, str, str, tuple[Tensor, ...], str] | None = getattr(x, _CODES_ATTRIBUTE, None)
+_Attached = tuple[torch.dtype, str, str, tuple[Tensor, ...], "Tensor | None", str]
+
+
+def get_input_codes(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return a tensor with the gradient of ``x_MK``, and its codes and scales. ``x_MK`` is x in the dtype of the GEMMs.
+    The codes are those attached to x if they match, otherwise from a cast."""
+    attached: _Attached | None = getattr(x, _CODES_ATTRIBUTE, None)
     if attached is not None:
-        dtype, attached_row, attached_col, codes, graph = attached
+        dtype, attached_row, attached_col, codes, carrier, graph = attached
         if dtype == x_MK.dtype and attached_row == row and col in ("", attached_col) and graph == graph_number():
             torch.ops.octavo.unwritten(x.detach())
-            return codes
-    return torch.ops.octavo.cast(x_MK.detach(), row, col)
+            return x_MK if carrier is None else carrier, codes
+    return x_MK, torch.ops.octavo.cast(x_MK.detach(), row, col)
 
 
 def graph_number() -> str:

@@ -37,7 +37,7 @@ def gradient_needs(x: Tensor, weight: Tensor) -> int:
 
 def _find_module(weight: Tensor) -> counts.HighPrecisionGemms | None:
     module = owner_of(weight)
-    return None if module is None else counts.watched_gemms(module)
+    return None if module is None else counts.gemms_of(module)
 
 
 class _Layer(NamedTuple):

@@ -313,7 +313,7 @@ class CountedForward(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
-            return self.traced_call(*args, **kwargs)
+            return self.trace_call(*args, **kwargs)
         output = self.eager_call(*args, **kwargs)
         if recorder.counters():
             counts.report_module(self, (*args, *kwargs.values()), output)
@@ -323,7 +323,7 @@ class CountedForward(nn.Module):
         """Run the stock forward."""
         return self._stock.forward(self, *args, **kwargs)
 
-    def traced_call(self, *args: object, **kwargs: object) -> object:
+    def trace_call(self, *args: object, **kwargs: object) -> object:
         """Run the forward while a compiler traces it."""
         raise NotImplementedError
 

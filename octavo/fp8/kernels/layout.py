@@ -39,8 +39,8 @@ PAGED_CHUNK = 1024
 CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 """The dimensions of both operands that a GEMM contracts."""
 REVISION = 3
-"""Incremented whenever sizes or order of codes or scales change, or the operators' arguments. Compiled graphs contain it, because compilers cache
-graphs on disk, and a graph for another layout must not be reused."""
+"""Incremented whenever sizes or order of codes or scales change, or the arguments of operators. Compiled graphs contain
+it, because compilers cache graphs on disk, and a graph for another layout must not be reused."""
 ALIGN = 16  # required of both dimensions by tensor core loads and by torch's scaled products
 SCALE_ALIGN = 4  # blocks along the contraction under 2-D blocks, fp32: 16 bytes
 

@@ -173,6 +173,19 @@ class Backend:
         """
         raise self._missing("rmsnorm")
 
+    def rmsnorm_codes(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        row: CastSpec | None,
+        col: CastSpec | None,
+        out: torch.dtype | None = None,
+        low: torch.dtype | None = None,
+    ) -> tuple[Tensor, Quantized | None, Quantized | None]:
+        """Return what :meth:`rmsnorm_quantize` returns after y, for callers that do not read y."""
+        return self.rmsnorm_quantize(x, weight, eps, row, col, out, low)[1:]
+
     def swiglu_quantize(
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
     ) -> tuple[Tensor, Quantized | None, Quantized | None]:

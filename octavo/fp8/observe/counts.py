@@ -197,7 +197,7 @@ def observe_module(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
         report_module(module, (*args, *kwargs.values()), output)
 
 
-def watched_gemms(module: nn.Module) -> HighPrecisionGemms | None:
+def gemms_of(module: nn.Module) -> HighPrecisionGemms | None:
     """Return what :func:`watch_module` marked the module with, or None."""
     watched: HighPrecisionGemms | None = module.__dict__.get(_MARK)
     return watched
@@ -205,7 +205,7 @@ def watched_gemms(module: nn.Module) -> HighPrecisionGemms | None:
 
 def report_module(module: nn.Module, inputs: Sequence[object], output: object) -> None:
     """Report a forward of a marked module, and its backward when that runs."""
-    watched = watched_gemms(module)
+    watched = gemms_of(module)
     if watched is None or not inputs or not isinstance(inputs[0], Tensor):
         return
     rows, y = watched.rows(inputs), output[0] if isinstance(output, tuple) else output

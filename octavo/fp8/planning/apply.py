@@ -164,7 +164,7 @@ def _why_experts_differ(module: nn.Module) -> str | None:
 def _count_module(module: nn.Module, gemms: counts.HighPrecisionGemms) -> None:
     """Let counters see a module that stays in high precision. A forward on the instance hides the forward of any class,
     and is observed by a hook."""
-    is_new = counts.watched_gemms(module) is None
+    is_new = counts.gemms_of(module) is None
     counts.watch_module(module, gemms)
     replace(module, CountedModule)
     register_owner(module)
@@ -269,4 +269,4 @@ def unfuse(model: nn.Module) -> None:
     """Restore the stock forwards of norms, MLPs and attention outputs."""
     for module in list(model.modules()):
         if not (isinstance(module, SwappedModule) and module.runs_in_high_precision):
-            replace(module, CountedModule if counts.watched_gemms(module) is not None else None)
+            replace(module, CountedModule if counts.gemms_of(module) is not None else None)
