@@ -1,0 +1,163 @@
+"""Bytes that a compiled decoder block moves outside of its GEMMs and its attention, by Inductor's own account.
+
+    python benchmarks/block_bytes.py [--out benchmarks/results/block_bytes.json]
+
+A Qwen3 decoder block with the proportions of the 8B model is traced with its backward, and lowered by Inductor without
+generating code: no GPU is needed, and nothing is timed. The unit is u = tokens x hidden x 2 bytes, one activation in
+16 bits. Two columns add up to the sum:
+
+    generated   what the elementwise kernels read and write that Inductor fuses for this machine; its fusions for a GPU
+                may differ a little
+    operators   what Octavo's casts and fused operators must read and write (a norm's second read of x is not counted)
+
+GEMMs and attention are left out: both columns hold what FP8 adds to them or saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8
+from octavo.bench import record
+
+TOKENS, HIDDEN, KV, WIDTH, HEAD = 1024, 512, 128, 1536, 128  # 8B: 4096, 1024, 12288, 128
+UNIT = TOKENS * HIDDEN * 2
+CANDIDATES: dict[str, dict[str, Any] | None] = {
+    "bf16": None,
+    "blockwise": {"recipe": "blockwise"},
+    "blockwise fused": {"recipe": "blockwise", "fuse": "on"},
+    "tensorwise": {"recipe": "tensorwise"},
+    "tensorwise fused": {"recipe": "tensorwise", "fuse": "on"},
+}
+
+
+def decoder_block() -> tuple[nn.Module, Callable[[Callable[..., Tensor]], Callable[[Tensor], Tensor]]]:
+    """Return the block, and a function that binds a forward of it to its other inputs."""
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "head_dim": HEAD, "vocab_size": 8}
+    heads = {"num_attention_heads": HIDDEN // HEAD, "num_key_value_heads": KV // HEAD}
+    config = Qwen3Config(**sizes, **heads, num_hidden_layers=1)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    block, positions = Qwen3DecoderLayer(config, 0).bfloat16(), torch.arange(TOKENS)[None]
+    rotary = Qwen3RotaryEmbedding(config)(torch.zeros(1, TOKENS, HIDDEN, dtype=torch.bfloat16), positions)
+
+    def bind(forward: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: forward(x, position_embeddings=rotary, position_ids=positions, use_cache=False)
+
+    return block, bind
+
+
+def count(policy: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the bytes of a block, forward and backward, in u: ``generated``, ``operators`` and their ``sum``, and in
+    ``calls`` how often each operator runs. Raises RuntimeError if the block is more than one graph each way."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    block, bind = decoder_block()
+    if policy is not None:
+        options = dict(policy)
+        fp8.apply(block, fp8.plan(block, fp8.Policy(options.pop("recipe"), **options)))
+    generated, operators, calls = [], 0, Counter[str]()
+
+    def look(module: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
+        nonlocal operators
+        generated.append(_kernel_bytes(module, inputs))
+        operators += _operator_bytes(module, calls)
+        return make_boxed_func(module.forward)
+
+    torch._dynamo.reset()
+    # As Inductor compiles: its decompositions and its division into a forward and a backward.
+    stages = {"fw_compiler": look, "bw_compiler": look, "decompositions": select_decomp_table}
+    backend = aot_autograd(**stages, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(bind(block), backend=backend, fullgraph=True, dynamic=False)
+    compiled(torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    torch._dynamo.reset()
+    if len(generated) != 2:
+        raise RuntimeError(f"The block has {len(generated)} graphs, forward and backward; 2 were expected.")
+    figures = {"generated": sum(generated) / UNIT, "operators": operators / UNIT}
+    figures["sum"] = sum(figures.values())
+    return {**{name: round(value, 2) for name, value in figures.items()}, "calls": dict(sorted(calls.items()))}
+
+
+def _kernel_bytes(module: torch.fx.GraphModule, inputs: Sequence[object]) -> int:
+    """Return the bytes that Inductor's own kernels of a graph read and write, after it has fused them."""
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import ExternKernelSchedulerNode
+    from torch._inductor.virtualized import V
+
+    mode = fake_tensor_prop(module, list(inputs))
+    with V.set_fake_mode(mode):
+        _recursive_post_grad_passes(module, False)
+        graph = GraphLowering(module, shape_env=mode.shape_env)
+        with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
+            graph.run(*inputs)
+            graph._update_scheduler()
+            nodes = graph.scheduler.nodes
+            return sum(
+                node.get_read_write_buffers_sizes() for node in nodes if not isinstance(node, ExternKernelSchedulerNode)
+            )
+
+
+def _operator_bytes(module: torch.fx.GraphModule, calls: Counter[str]) -> int:
+    """Return the bytes that Octavo's operators of a graph must move apart from their GEMMs; add them to ``calls``."""
+    total = 0
+    for node in module.graph.nodes:
+        library, _, name = str(node.target).removesuffix(".default").partition(".")
+        if node.op != "call_function" or library != "octavo":
+            continue
+        calls[name] += 1
+        read, written = [_bytes(argument) for argument in node.args], _bytes(node)
+        if name in ("cast", "rmsnorm"):
+            total += read[0] + written
+        elif name == "swiglu_backward":
+            total += sum(read[:3]) + written
+        elif name == "gated_mlp":
+            # Its SwiGLU reads gate and up, and writes the codes of h for fwd, which the operator keeps, and for wgrad.
+            _, gate, up, *codes = node.meta["val"]
+            total += _bytes((gate, up, *codes)) + gate.numel() + gate.numel() // 128 * 4
+    return total
+
+
+def _bytes(value: object) -> int:
+    """Return the bytes in memory of the tensors of a node or a value."""
+    if isinstance(value, torch.fx.Node):
+        value = value.meta.get("val")
+    if isinstance(value, Tensor):  # an expanded one has fewer than its shape says
+        return min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    print(f"{'u = tokens x hidden x 2 bytes':24} generated  operators    sum")
+    for name, policy in CANDIDATES.items():
+        rows.append({"candidate": name, **count(policy)})
+        print(
+            f"{name:24} {rows[-1]['generated']:9.2f} {rows[-1]['operators']:10.2f} {rows[-1]['sum']:6.2f}", flush=True
+        )
+    if args.out:
+        shape = {"tokens": TOKENS, "hidden": HIDDEN, "kv": KV, "intermediate": WIDTH, "head": HEAD}
+        result = {"command": "python benchmarks/block_bytes.py", "shape": shape, "rows": rows}
+        record.save({**result, "machine": record.describe_machine()}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The bytes of a compiled decoder block (benchmarks/block_bytes.py), which need no GPU, against the stored ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import block_bytes
+from benchmarks.hot_path import ROOT
+
+STORED = ROOT.parent / "benchmarks/results/block_bytes.json"
+
+
+@pytest.mark.long
+def test_fused_block_moves_at_most_eighty_activations():
+    """Each norm is written once at most; Inductor's count differs a little between versions of torch."""
+    rows = {row["candidate"]: row for row in json.loads(STORED.read_text())["rows"]}
+    counted = block_bytes.count(block_bytes.CANDIDATES["blockwise fused"])
+    assert counted["sum"] <= 80 and counted["sum"] == pytest.approx(rows["blockwise fused"]["sum"], abs=0.5)
+    assert counted["calls"] == rows["blockwise fused"]["calls"]
+    assert rows["bf16"]["sum"] < counted["sum"] < rows["blockwise"]["sum"] - 20
