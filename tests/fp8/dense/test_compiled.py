@@ -336,11 +336,11 @@ def test_undetected_write_needs_invalidate():
     assert torch.equal(compiled(x), model(x)) and not torch.equal(before, model(x))
 
 
-def sharded(world: object, recipe: str, recompute: bool) -> list[list[float]]:
-    """Losses of three steps of two micro-batches under FSDP2, eager and compiled."""
+def sharded(world: object, recipe: str, recompute: bool) -> list[tuple[list[float], list[object]]]:
+    """Losses of three steps of two micro-batches under FSDP2, eager and compiled, and the GEMMs that were counted."""
     from torch.distributed.fsdp import fully_shard
 
-    losses: list[list[float]] = []
+    results: list[tuple[list[float], list[object]]] = []
     for compiled in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(*[convert(Block(), recipe) for _ in range(2)])
@@ -352,23 +352,24 @@ def sharded(world: object, recipe: str, recompute: bool) -> list[list[float]]:
                 part.forward = torch.compile(part.forward, backend="aot_eager", fullgraph=True)  # hooks stay outside
             run.append(lambda x, part=part: checkpoint(part, x, use_reentrant=False) if recompute else part(x))
         optimizer, recorded = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), []
-        for _ in range(6):
-            x = torch.randn(4, 32)[world.rank :: 2]  # type: ignore[attr-defined]
-            loss = run[1](run[0](x)).square().mean()
-            loss.backward()
-            recorded.append(loss.item())
-            if len(recorded) % 2 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-        losses.append(recorded)
-    return losses
+        with fp8.count_gemms() as counts:
+            for _ in range(6):
+                x = torch.randn(4, 32)[world.rank :: 2]  # type: ignore[attr-defined]
+                loss = run[1](run[0](x)).square().mean()
+                loss.backward()
+                recorded.append(loss.item())
+                if len(recorded) % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        results.append((recorded, sorted([*key, calls] for key, calls in counts.items())))
+    return results
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("recompute", [False, True])
 def test_sharded_blocks_compile(recompute):
     for eager, compiled in ranks.run(sharded, 2, "rowwise", recompute):
-        assert eager == compiled and len(set(eager)) == 6
+        assert eager == compiled and len(set(eager[0])) == 6 and len(eager[1]) >= 3
 
 
 # --- what stays outside -----------------------------------------------------------------------------------------------
