@@ -19,9 +19,37 @@ from octavo.fp8.dense import graph_counts
 from octavo.fp8.dense.graph_arguments import HIGH_KEY
 from octavo.fp8.dense.linear import CountedForward
 from octavo.fp8.dense.swap import SwappedModule
+from octavo.fp8.observe import counts, recorder
 from octavo.fp8.weights.cache import register_owner
 
 _PLAIN = (Tensor, nn.Parameter)
+Inputs = tuple[object, ...]
+
+
+def observe_forward(module: nn.Module, args: Inputs, kwargs: dict[str, object], output: object) -> object:
+    """Report a forward, as a hook of a module whose class cannot: its forward is set on the instance. In a compiled
+    graph, return the output that the graph counts."""
+    if torch.compiler.is_compiling():
+        return _count_output(module, (*args, *kwargs.values()), output)
+    if recorder.counters():
+        counts.report_module(module, (*args, *kwargs.values()), output)
+    return None
+
+
+def _count_output(module: nn.Module, inputs: Inputs, output: object) -> object:
+    """Pass the output of a module, or its first one, through the operator that counts, while a compiler traces it."""
+    watched, weight = counts.gemms_of(module), _first_matrix(module)
+    y = output[0] if isinstance(output, tuple) else output
+    if watched is None or type(weight) not in _PLAIN or not isinstance(y, Tensor) or not watched.rows(inputs):
+        return output
+    needs = graph_counts.gradient_needs(inputs[0], weight)  # type: ignore[arg-type]
+    y = torch.ops.octavo.count(y, weight, watched.rows(inputs), needs)
+    return (y, *output[1:]) if isinstance(output, tuple) else y
+
+
+def _first_matrix(module: nn.Module) -> Tensor:
+    """Return the first parameter with more than one dimension; None if there is none."""
+    return next((p for p in module._parameters.values() if p is not None and p.dim() > 1), None)  # type: ignore[return-value]
 
 
 class CountedModule(CountedForward, SwappedModule):
@@ -32,21 +60,14 @@ class CountedModule(CountedForward, SwappedModule):
 
     def trace_call(self, *args: object, **kwargs: object) -> object:
         """Run the forward while a compiler traces it."""
-        inputs, watched = (*args, *kwargs.values()), self._fp8_watched
-        weight = next((p for p in self._parameters.values() if p is not None and p.dim() > 1), None)
-        if watched is None or type(weight) not in _PLAIN or not inputs or not isinstance(inputs[0], Tensor):
-            return self._stock.forward(self, *args, **kwargs)
-        assert weight is not None
+        inputs, weight = (*args, *kwargs.values()), _first_matrix(self)
+        if self._stock is not nn.Linear or not inputs or type(weight) not in _PLAIN or self._fp8_watched is None:
+            return _count_output(self, inputs, self._stock.forward(self, *args, **kwargs))
         x = inputs[0]
-        if self._stock is nn.Linear:
-            # The operator converts the weight to the dtype of x; the stock layer only does so under autocast.
-            if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
-                return compiled_linear.linear(x, weight, self._parameters["bias"], HIGH_KEY)
-            return self._stock.forward(self, *args, **kwargs)
-        output = self._stock.forward(self, *args, **kwargs)
-        y, rows = output[0] if isinstance(output, tuple) else output, watched.rows(inputs)
-        y = torch.ops.octavo.count(y, weight, rows, graph_counts.gradient_needs(x, weight))
-        return (y, *output[1:]) if isinstance(output, tuple) else y
+        # The operator converts the weight to the dtype of x; the stock layer only does so under autocast.
+        if isinstance(x, Tensor) and (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)):
+            return compiled_linear.linear(x, weight, self._parameters["bias"], HIGH_KEY)
+        return self._stock.forward(self, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         # FSDP2 swaps the sharded and the gathered parameter by assignment in a class that has this method.

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from octavo.base.accelerator import runs_inductor_graphs
@@ -189,12 +188,6 @@ _MARK = "_fp8_watched"  # in the module's __dict__, so that copies and pickles k
 def watch_module(module: nn.Module, watched: HighPrecisionGemms) -> None:
     """Mark a module that the plan keeps in high precision; its forward reports with :func:`report_module`."""
     module.__dict__[_MARK] = watched
-
-
-def observe_module(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-    """Report a forward that a hook observes, of a module whose class cannot: its forward is set on the instance."""
-    if recorder.counters() and not torch.compiler.is_compiling():
-        report_module(module, (*args, *kwargs.values()), output)
 
 
 def gemms_of(module: nn.Module) -> HighPrecisionGemms | None:

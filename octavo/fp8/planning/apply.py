@@ -13,7 +13,7 @@ from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
-from octavo.fp8.blocks.counted import CountedModule
+from octavo.fp8.blocks.counted import CountedModule, observe_forward
 from octavo.fp8.blocks.probe import share_trials
 from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import LayerGemms
@@ -169,7 +169,7 @@ def _count_module(module: nn.Module, gemms: counts.HighPrecisionGemms) -> None:
     replace(module, CountedModule)
     register_owner(module)
     if is_new and not isinstance(module, CountedModule):
-        module.register_forward_hook(counts.observe_module, with_kwargs=True)
+        module.register_forward_hook(observe_forward, with_kwargs=True)
 
 
 def _make_site(row: PlanRow) -> LayerGemms:

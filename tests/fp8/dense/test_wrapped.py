@@ -55,6 +55,9 @@ def test_replaced_forward_stays_in_high_precision():
     with fp8.count_gemms() as counts:
         m(torch.randn(2, 32))
     assert counts["1", "fwd", fp8.HIGH] == 1
+    with fp8.count_gemms() as compiled:
+        torch.compile(m, backend="aot_eager")(torch.randn(2, 32))
+    assert compiled.calls == counts.calls
     with pytest.raises(fp8.PlanError, match="forward was replaced"):
         fp8.plan(nn.Sequential(m[1]), "blockwise")
 
