@@ -75,6 +75,15 @@ class Recipe:
     wgrad: Gemm | None
     delayed: Delayed | None = None
 
+    def __post_init__(self) -> None:
+        rows, cols = (1, 1) if self.dgrad is None else self.dgrad.a.block
+        if rows > 1 and cols > 1:
+            raise RecipeError(
+                f"recipe {self.name!r}: dy of dgrad has blocks of {rows}x{cols}. In such a block a token with small "
+                "gradients next to one with large gradients loses all of them: the error of its dx is 1.00. Use blocks "
+                f"of one token, (1, {cols}); wgrad may have blocks of several tokens."
+            )
+
     def gemm(self, name: str) -> Gemm | None:
         """Return the casts of ``"fwd"``, ``"dgrad"`` or ``"wgrad"``."""
         return {"fwd": self.fwd, "dgrad": self.dgrad, "wgrad": self.wgrad}[name]

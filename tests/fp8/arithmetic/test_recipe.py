@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from octavo import fp8
-from octavo.fp8.arithmetic.cast import CastSpec
-from octavo.fp8.arithmetic.recipe import RECIPES, Delayed, Gemm, RecipeError, recipe
+from octavo.fp8.arithmetic.cast import CastSpec, dequantize, quantize
+from octavo.fp8.arithmetic.recipe import RECIPES, Delayed, Gemm, Recipe, RecipeError, recipe
 
 TABLE = {
     "tensorwise": ("tensor tensor", "tensor tensor", "tensor tensor", "fp32", "hybrid"),
@@ -119,3 +120,17 @@ def test_gemm_uses_casts_of_another_recipe() -> None:
             recipe("tensorwise", fwd=name)
     with pytest.raises(RecipeError, match="all GEMMs of a layer share its histories"):
         recipe("delayed", wgrad="rowwise")
+
+
+def test_dy_of_dgrad_has_no_blocks_of_several_tokens() -> None:
+    """Not even in a recipe of the user's own: the gradients of a small token vanish, which the reference shows."""
+    b, wide = recipe("blockwise"), CastSpec("e4m3", (128, 128))
+    assert b.dgrad and b.wgrad
+    with pytest.raises(RecipeError, match=r"dy of dgrad has blocks of 128x128.*loses all of them.*\(1, 128\)"):
+        Recipe("mine", "e4m3", b.fwd, Gemm(wide, b.dgrad.b), b.wgrad)
+    Recipe("mine", "e4m3", b.fwd, b.dgrad, Gemm(b.wgrad.a, wide))
+    torch.manual_seed(0)
+    dy = torch.randn(128, 128)
+    dy[0] *= 2.0**-24
+    errors = [float((dequantize(quantize(dy, spec)) - dy)[0].norm() / dy[0].norm()) for spec in (wide, b.dgrad.a)]
+    assert errors[0] == 1 and errors[1] < 0.05
