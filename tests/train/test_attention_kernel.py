@@ -12,11 +12,13 @@ from torch.nn.attention import SDPBackend
 from octavo import models, train
 from octavo.checkpoint.run_state.files import read_state
 from octavo.fp8.blocks import grouped_attention
+from octavo.fp8.measuring import time_calls
 from octavo.models.attention import attention as registry
+from octavo.models.attention import kernel_choice
+from octavo.models.attention.kernel_choice import Heads, check_kernel, choose
 from octavo.parallel import World
-from octavo.train.errors import TrainError
 from octavo.train.forward import attention_kernel
-from octavo.train.forward.attention_kernel import Heads, choose, decide
+from octavo.train.forward.attention_kernel import decide
 from octavo.train.run_dir import run_dir
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
@@ -26,18 +28,18 @@ TEXT, TOWER = Heads("language model", 4, 2, 16, 32, True), Heads("vision tower",
 
 
 def test_cpu_uses_the_first_kernel_that_works() -> None:
-    found = choose("auto", (TEXT, TOWER), CPU)
+    found = choose("auto", (TEXT, TOWER), CPU, time_calls)
     assert found is not None and found.kernel == "flash" and list(found.rejected) == ["cudnn", "efficient", "math"]
     assert "No viable backend" in found.rejected["cudnn"] and "language model, 4 heads of 16 over 2" in str(found)
-    assert choose("sdpa", (TEXT,), CPU) is None
-    named = choose("math", (TEXT,), CPU)
+    assert choose("sdpa", (TEXT,), CPU, time_calls) is None
+    named = choose("math", (TEXT,), CPU, time_calls)
     assert "T x T weights" in str(named) and "T x T" not in str(found)
 
 
 @pytest.mark.parametrize("name", ["cudnn", "efficient", "flash_attention_2", "flash_attention_3", "flex"])
 def test_a_kernel_by_name_that_cannot_run_is_refused(name: str) -> None:
-    with pytest.raises(TrainError, match=rf"model\.attention: {name} cannot run on cpu: {name}: lang"):
-        choose(name, (TEXT,), CPU)
+    with pytest.raises(models.ModelError, match=rf"model\.attention: {name} cannot run on cpu: {name}: lang"):
+        choose(name, (TEXT,), CPU, time_calls)
 
 
 def test_gpu_uses_the_fastest_kernel_over_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,8 +49,8 @@ def test_gpu_uses_the_fastest_kernel_over_all_parts(monkeypatch: pytest.MonkeyPa
         ("cudnn", 3): 4.0,
         ("flash", 4): 2.0,
         ("flash", 3): 2.0,
-        ("math", 4): 9,
-        ("math", 3): 9,
+        ("math", 4): 0.1,
+        ("math", 3): 0.1,
     }
 
     def tried(name: str, part: Heads, device: torch.device) -> Any:
@@ -56,14 +58,34 @@ def test_gpu_uses_the_fastest_kernel_over_all_parts(monkeypatch: pytest.MonkeyPa
             raise RuntimeError(f"{part}: it has other sizes")
         return lambda: seconds[name, part.heads]
 
+    def checked(name: str, part: Heads, device: torch.device) -> None:
+        if name == "math":
+            raise RuntimeError(f"{part}: its error is above the tolerance")
+
     def timer(calls: dict[str, Any], device: torch.device) -> dict[str, Any]:
         return {name: SimpleNamespace(device=call()) for name, call in calls.items()}
 
-    monkeypatch.setattr(attention_kernel, "_try_kernel", tried)
+    monkeypatch.setattr(kernel_choice, "_try_kernel", tried)
+    monkeypatch.setattr(kernel_choice, "check_kernel", checked)
     seconds["efficient", 4] = 0.1
     found = choose("auto", (TEXT, TOWER), torch.device("cuda"), timer)
     assert found is not None and (found.kernel, found.why[:35]) == ("flash", "the fastest here (4000.000 ms forwa")
     assert found.rejected["cudnn"] == "5000.000 ms" and "vision tower" in found.rejected["efficient"]
+    assert "above the tolerance" in found.rejected["math"], "the fastest, but wrong"
+
+
+def test_kernel_with_twice_the_error_of_bf16_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On BF16 inputs, against fp32. The planted kernels are right in the output and wrong in one gradient, or NaN."""
+    for name in ("flash", "math"):
+        for part in (TEXT, TOWER):
+            check_kernel(name, part, CPU)
+    real = kernel_choice.attend
+    monkeypatch.setattr(kernel_choice, "attend", lambda n, q, k, v, c: real(n, q, k, v + 0.02 * (v - v.detach()), c))
+    with pytest.raises(RuntimeError, match="model, 4 heads .*: its error of dv is 0.02[0-9]* of the values, more"):
+        check_kernel("flash", TEXT, CPU)
+    monkeypatch.setattr(kernel_choice, "attend", lambda n, q, k, v, c: real(n, q, k, v, c) * float("nan"))
+    with pytest.raises(RuntimeError, match="its error of y is nan"):
+        check_kernel("flash", TEXT, CPU)
 
 
 def test_attention_calls_use_the_requested_kernel(place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +143,7 @@ def test_components_have_separate_attention_kernels(make, place, monkeypatch: py
     assert read_state(saved)["counters"]["attention"] == {"foundation": "flash", "image_encoder": "math"}
     again = train.run(make(*over, each, f"run.resume={saved}", dir="again"))
     assert again.losses() == {2: first.losses()[2]}
-    with pytest.raises(TrainError, match="this model has no image_encoder. Use model.attention: auto"):
+    with pytest.raises(train.TrainError, match="this model has no image_encoder. Use model.attention: auto"):
         train.run(make(*over, each, f"model.path={place / 'text'}", dir="text"))
-    with pytest.raises(TrainError, match="varlen cannot run on cpu: varlen: vision tower.* needs CUDA, a 16-bit dtype"):
+    with pytest.raises(train.TrainError, match="varlen cannot run on cpu: varlen: vision tower.* needs CUDA, a 16-bit"):
         train.run(make(*over, "model.attention={image_encoder: varlen}", dir="varlen"))

@@ -215,8 +215,9 @@ def _image_attention(
 
 
 def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Compute attention of q [B, H, T, D] over k and v [B, H_kv, T, D] with this kernel and without fallback. Raises
-    RuntimeError, or an error of the kernel's package, for inputs that the kernel does not support."""
+    """Compute attention of q [B, H, T, D] over k and v [B, H_kv, T, D] with this kernel and without fallback (``sdpa``:
+    with the kernel that torch chooses). Raises RuntimeError, or an error of the kernel's package, for inputs that the
+    kernel does not support."""
     if kernel == VARLEN:
         if not segments.supports_varlen(q, v):
             raise RuntimeError(
@@ -235,7 +236,7 @@ def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
         module = SimpleNamespace(is_causal=causal, config=SimpleNamespace(_attn_implementation=kernel))
         out: Tensor = ALL_ATTENTION_FUNCTIONS[kernel](module, q, k, v, None)[0]
         return out.transpose(1, 2)
-    with sdpa_kernel(KERNELS[kernel]):
+    with nullcontext() if kernel == STOCK else sdpa_kernel(KERNELS[kernel]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 

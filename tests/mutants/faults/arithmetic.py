@@ -410,7 +410,7 @@ area(
         "parallel/test_gather.py",
     ),
     (
-        "attention-slowest", "train/forward/attention_kernel.py",
+        "attention-slowest", "models/attention/kernel_choice.py",
         "best = min(times", "best = max(times",
         "the slowest kernel of attention is taken",
         "train/test_attention_kernel.py",
