@@ -8,6 +8,7 @@ must read and write, and 2 M N K operations for a GEMM; any further work of a ke
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,6 +40,21 @@ BF16_PEAK = {
 }
 
 
+# Bytes per second of the memory, from the same data sheets.
+BANDWIDTH = {
+    "H200": 4.8e12,
+    "H100 PCIe": 2.0e12,
+    "H100 NVL": 3.9e12,
+    "H100": 3.35e12,
+    "H800": 3.35e12,
+    "B200": 8.0e12,
+    "L40S": 0.864e12,
+    "L4": 0.3e12,
+    "4090": 1.008e12,
+    "5090": 1.792e12,
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """One candidate in one case.
@@ -47,7 +63,8 @@ class Row:
     Python and kernel launches. ``bytes`` and ``flops`` are the counted work. ``baseline`` is the candidate of the same
     case that the ratio refers to. ``peak_bytes`` is the peak memory of the device, ``memory`` its bytes by kind, and
     ``tokens`` the tokens of a step, if they apply. ``parts`` has the seconds by part of a separate, instrumented call,
-    which may have taken slightly longer; they add up to that call.
+    which may have taken slightly longer; they add up to that call. ``kernels`` has the seconds of one profiled call by
+    kind of kernel, ``kernel_names`` by name, for the most expensive kernels. ``note`` is for readers.
     """
 
     suite: str
@@ -63,6 +80,9 @@ class Row:
     memory: Mapping[str, int] = field(default_factory=dict)
     host: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
+    kernels: Mapping[str, float] = field(default_factory=dict)
+    kernel_names: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def rate(self) -> str:
@@ -102,13 +122,13 @@ class Result:
 
     def ratio(self, row: Row) -> float | None:
         """Return the speed relative to the baseline, or None without a baseline. Rows that count different bytes are
-        compared by rate."""
+        compared by rate, unless they count tokens."""
         base = next(
             (r for r in self.rows if (r.suite, r.case, r.candidate) == (row.suite, row.case, row.baseline)), None
         )
         if base is None or base is row or row.seconds <= 0:
             return None
-        if base.bytes and row.bytes:
+        if base.bytes and row.bytes and not row.tokens:
             return (row.bytes / row.seconds) / (base.bytes / base.seconds)
         return base.seconds / row.seconds
 
@@ -118,6 +138,16 @@ class Result:
         peak = next((p for name, p in BF16_PEAK.items() if name in self.device), None)
         return row.flops / row.seconds / peak if peak and row.tokens and row.flops and row.seconds > 0 else None
 
+    def derived(self, row: Row) -> dict[str, float | None]:
+        """Return the figures of a row that depend on other rows or on the device."""
+        return {"ratio": self.ratio(row), "mfu": self.mfu(row), "bandwidth_share": self.bandwidth_share(row)}
+
+    def bandwidth_share(self, row: Row) -> float | None:
+        """Return the share of the bandwidth bound: the time to read the bytes of a row that counts tokens at the
+        bandwidth of the data sheet, over its time. None for other rows and unknown GPUs."""
+        peak = next((p for name, p in BANDWIDTH.items() if name in self.device), None)
+        return row.bytes / row.seconds / peak if peak and row.tokens and row.bytes and row.seconds > 0 else None
+
     def to_json(self) -> dict[str, Any]:
         return {
             "command": "octavo bench",
@@ -125,7 +155,7 @@ class Result:
             "small": self.small,
             "settings": dict(self.settings),
             "machine": environment.describe(),
-            "rows": [{**asdict(r), "rate": r.rate, "ratio": self.ratio(r), "mfu": self.mfu(r)} for r in self.rows],
+            "rows": [{**asdict(r), "rate": r.rate, **self.derived(r)} for r in self.rows],
             "absent": [asdict(a) for a in self.absent],
             "cut": self.cut,
         }
@@ -138,7 +168,9 @@ def table(result: Result) -> list[tuple[str, ...]]:
         ratio, mfu = result.ratio(r), result.mfu(r)
         kinds = "".join(f", {kind} {size / 2**30:.2f}" for kind, size in r.memory.items() if kind != "peak")
         peak = kinds + ("" if r.peak_bytes is None else f", {'peak ' if kinds else ''}{r.peak_bytes / 2**30:.1f} GiB")
-        rate = r.rate + ("" if mfu is None else f", MFU {100 * mfu:.0f} %") + peak
+        share = result.bandwidth_share(r)
+        bound = "" if share is None else f", {100 * share:.0f} % of the bandwidth bound"
+        rate = r.rate + ("" if mfu is None else f", MFU {100 * mfu:.0f} %") + bound + peak
         rows.append(
             (r.suite, r.case, r.candidate, _format_seconds(r.seconds), f"{100 * r.spread:.0f} %", rate, r.baseline)
             + (("" if ratio is None else f"{ratio:.2f}x"),)
@@ -148,13 +180,44 @@ def table(result: Result) -> list[tuple[str, ...]]:
 
 def budget_table(result: Result) -> list[tuple[str, ...]]:
     """Return the table of step times by part, with a header; empty if no row has parts."""
-    cut = [r for r in result.rows if r.parts]
+    return _shares_table([(row, row.parts) for row in result.rows if row.parts], "step")
+
+
+def kernel_table(result: Result) -> list[tuple[str, ...]]:
+    """Return the table of profiled calls by kind of kernel, with a header; empty if no call was profiled."""
+    return _shares_table([(row, row.kernels) for row in result.rows if row.kernels], "kernels")
+
+
+def _shares_table(timed: Sequence[tuple[Row, Mapping[str, float]]], what: str) -> list[tuple[str, ...]]:
     lines = []
-    for row in cut:
-        total = sum(row.parts.values())
-        cells = [f"{_format_seconds(seconds)} {100 * seconds / total:.0f} %" for seconds in row.parts.values()]
+    for row, parts in timed:
+        total = sum(parts.values())
+        cells = [f"{_format_seconds(seconds)} {100 * seconds / total:.0f} %" for seconds in parts.values()]
         lines.append((row.case, row.candidate, _format_seconds(total), *cells))
-    return [("case", "candidate", "step", *cut[0].parts), *lines] if cut else []
+    return [("case", "candidate", what, *timed[0][1]), *lines] if timed else []
+
+
+def columns_table(result: Result) -> list[tuple[str, ...]]:
+    """Return the table of training steps against each compiled step in high precision of their case, with a header;
+    empty if there is none. A ratio of 1.2x means that the row is 1.2 times as fast."""
+    steps = [r for r in result.rows if r.suite == "step" and r.tokens]
+    columns = [r for r in steps if re.match(r"(bf16|fp32) compiled", r.candidate)]
+    names = list(dict.fromkeys(r.candidate for r in columns))
+    lines = []
+    for row in steps:
+        bases = {r.candidate: r.seconds for r in columns if r.case == row.case}
+        cells = [f"{bases[name] / row.seconds:.2f}x" if name in bases else "" for name in names]
+        lines.append((row.case, row.candidate, _format_seconds(row.seconds), *cells))
+    return [("case", "candidate", "step", *names), *lines] if columns else []
+
+
+def notes(result: Result) -> list[str]:
+    """Return what a reader has to know of rows, each note once, with the candidates that it is about."""
+    about: dict[str, list[str]] = {}
+    for row in result.rows:
+        if row.note:
+            about.setdefault(row.note, []).append(row.candidate)
+    return [f"{note} ({', '.join(dict.fromkeys(names))})" for note, names in about.items()]
 
 
 def noisy_rows(result: Result) -> list[Row]:

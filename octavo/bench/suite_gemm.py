@@ -4,13 +4,14 @@ Also forwards of few rows without gradients, as in decoding, whose time is deter
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from octavo import fp8
 from octavo.bench import peers
-from octavo.bench.bench import Bench, Call, Work
+from octavo.bench.bench import Bench, Call, Unavailable, Work
 from octavo.fp8 import kernels
 from octavo.fp8.arithmetic import GEMMS, Recipe
 
@@ -26,6 +27,7 @@ SHAPES = (
 SMALL = (("small", 80, 144), ("odd", 43, 72))
 DECODE_SHAPES = (("qwen3-8b gate", 12288, 4096), *SHAPES[2:4])
 TOKENS, FEW = 16384, 64
+SQUARE = 128
 ROWS, SMALL_ROWS = (1, 8, 32, 64), (1, 8)
 
 
@@ -39,11 +41,23 @@ def run(bench: Bench) -> None:
                 for backend in peers.supported_backends(bench, name):
                     recipe = fp8.recipe(name)
                     candidates[f"{name} {backend}"] = partial(_make_fp8_call, bench, gemm, recipe, backend, m, n, k)
+                    if gemm == "wgrad" and (square := _square_inputs(recipe)) is not None:
+                        call = partial(_make_fp8_call, bench, gemm, square, backend, m, n, k)
+                        candidates[f"{name} {backend}, x in {SQUARE}x{SQUARE}"] = call
             case = f"{label} {gemm} M={m} N={n} K={k}"
             bench.case("gemm", case, bench.high, candidates, Work(flops=2.0 * m * n * k))
     for label, n, k in SMALL[:1] if bench.small else DECODE_SHAPES:
         for rows in SMALL_ROWS if bench.small else ROWS:
             _run_decode(bench, label, rows, n, k)
+
+
+def _square_inputs(recipe: Recipe) -> Recipe | None:
+    """Return the recipe with x of wgrad in square blocks, whose scale is one number for a step of the contraction, or
+    None if its blocks are not strips of that length."""
+    casts = recipe.wgrad
+    if casts is None or casts.b.block != (SQUARE, 1):
+        return None
+    return replace(recipe, wgrad=replace(casts, b=replace(casts.b, block=(SQUARE, SQUARE))))
 
 
 def _run_decode(bench: Bench, label: str, m: int, n: int, k: int) -> None:
@@ -75,6 +89,8 @@ def _make_fp8_call(
 ) -> Call:
     chosen, casts = kernels.get(backend), recipe.gemm(gemm)
     assert casts is not None
+    if gemm in GEMMS and (why := chosen.supports(gemm, recipe, bench.device, None)) is not None:
+        raise Unavailable(why)
     a, b = _make_operands(bench, gemm, m, n, k)
     a_dim, b_dim = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}[gemm]
     a_q, b_q = chosen.quantize(a, casts.a, a_dim), chosen.quantize(b, casts.b, b_dim)

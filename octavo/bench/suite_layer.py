@@ -1,4 +1,5 @@
-"""``layer``: forward and backward of a decoder block, of a vision tower block, and of the head with its chunked loss.
+"""``layer``: forward and backward of a decoder block, of a vision tower block, of causal attention by each kernel, and
+of the head with its chunked loss.
 
 The arguments of a block (positions, masks, lengths) are captured from a real forward of its model.
 """
@@ -18,7 +19,9 @@ from transformers import PreTrainedModel
 from octavo import fp8, models
 from octavo.bench import peers
 from octavo.bench.bench import Bench, Call, Rotation, Unavailable, Work
+from octavo.bench.profiles.kernel_profile import profile_call
 from octavo.fp8.memory import ChunkedHead, chunk_head
+from octavo.models.attention.kernel_choice import STOCK, Heads, check_kernel, heads_of, make_call
 from octavo.models.forward.unused_towers import dummy_image_inputs
 
 SHAPE, TOKENS, PATCHES = "qwen3_vl_8b", 8192, 16384
@@ -28,10 +31,13 @@ def run(bench: Bench) -> None:
     """Measure each recipe, eager and compiled, and high precision, eager and compiled."""
     model, family = build_model(bench)
     tokens = bench.tokens or (24 if bench.small else TOKENS)
+    run_attention_case(bench, heads_of(model.config, tokens)[0])
     calls = {"decoder block": partial(decoder_inputs, model, tokens)}
     if family.has_vision and "image_grid_thw" in dummy_image_inputs(model, family):
         calls["vision block"] = partial(vision_inputs, model, 16 if bench.small else PATCHES)
     for name, inputs in calls.items():
+        if not bench.wants(f"{case_label(bench)} {name}"):
+            continue
         index = 0 if name == "vision block" else -1
         block = family.layers(model)[index][1]
         args, kwargs = capture_arguments(block, inputs)
@@ -43,6 +49,21 @@ def run(bench: Bench) -> None:
         case = f"{case_label(bench)} {name}, {rows} rows fwd+bwd"
         bench.case("layer", case, bench.high, by_name, work, memory=True)
     run_head_case(bench, model, tokens)
+
+
+def run_attention_case(bench: Bench, part: Heads) -> None:
+    """Measure every attention kernel at the shape of the decoder. The rows by kernel show which one torch chooses.
+    FLOPs as in a step: 2 T^2 (heads x size) in the forward and twice that in the backward."""
+    candidates = {name: partial(_attention_call, bench, name, part) for name in (STOCK, *models.available_kernels())}
+    work = Work(flops=6.0 * part.tokens**2 * part.heads * part.size, tokens=part.tokens)
+    case = f"{case_label(bench)} attention, {part.tokens} rows fwd+bwd"
+    bench.case("layer", case, STOCK, candidates, work, memory=True, profile=partial(profile_call, device=bench.device))
+
+
+def _attention_call(bench: Bench, name: str, part: Heads) -> Call:
+    if name != STOCK:
+        check_kernel(name, part, bench.device)
+    return make_call(name, part, bench.device)
 
 
 def run_head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
-from octavo.bench.bench import Bench
+from octavo.bench.bench import Bench, BenchError
 from octavo.bench.record import Result, select_suite, suite_names, write
 
 #: suite -> what it measures
@@ -20,14 +20,11 @@ SUITES: Mapping[str, str] = {
     "linear": "a linear layer with quantization: fwd, dgrad, wgrad, sum; compared with torchao and TransformerEngine",
     "moe": "a layer of experts, forward and backward",
     "optimizer": "a step of AdamW for every format of states and master, as bandwidth against torch's fused AdamW",
-    "layer": "a decoder block and a block of the vision tower",
-    "step": "whole training steps of a published size",
+    "layer": "a decoder block, a block of the vision tower, attention by kernel, and the head with its loss",
+    "step": "whole training steps of a published size, and one of each by kernel",
+    "decode": "a step of decoding with 64 sequences, weights and cache in BF16 and FP8, against the bandwidth",
     "memory": "bytes by kind of four decoder blocks in training, with and without each saving",
 }
-
-
-class BenchError(ValueError):
-    """Raised for an unknown suite or an invalid setting."""
 
 
 def run(names: list[str], bench: Bench) -> Result:
@@ -39,6 +36,7 @@ def run(names: list[str], bench: Bench) -> Result:
         suite: Callable[[Bench], None] = import_module(f"{__package__}.suite_{name}").run
         bench.start_budget()
         suite(bench)
+    bench.report_unknown()
     return bench.result
 
 

@@ -3,6 +3,7 @@
 octavo bench linear
 octavo bench all --out benchmarks/results
 octavo bench step --shape qwen3_vl_2b --tokens 4096
+octavo bench step --layers 12 --candidate "bf16 compiled chunked" --candidate "blockwise fused compiled chunked"
 octavo bench all --small --device cpu
 octavo bench report benchmarks/results/gpu_nvidia_h200
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 from octavo.cli import arguments, terminal
 
-SUITES = ("cast", "gemm", "linear", "moe", "optimizer", "layer", "step", "memory")
+SUITES = ("cast", "gemm", "linear", "moe", "optimizer", "layer", "step", "decode", "memory")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", type=arguments.positive, metavar="N", help="suite step: use only the first N decoder blocks"
     )
+    parser.add_argument(
+        "--candidate", action="append", default=[], metavar="NAME", help="run only this candidate; may be repeated"
+    )
+    parser.add_argument("--cases", metavar="REGEX", default="", help="run only cases whose name contains this")
     parser.add_argument(
         "--budget", type=_seconds, metavar="SECONDS", help="time limit of a suite; no case starts after it"
     )
@@ -66,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
         bench.check_folder(args.out)  # check that the folder is writable
     names = list(SUITES) if "all" in args.suite else list(dict.fromkeys(args.suite))
     small = args.small or device.type == "cpu"
+    sizes = {"shape": args.shape, "tokens": args.tokens, "layers": args.layers}
     session = bench.Bench(
-        device, small, args.budget, terminal.note, shape=args.shape, tokens=args.tokens, layers=args.layers
+        device, small, args.budget, terminal.note, **sizes, candidates=args.candidate, cases=args.cases
     )
     result = bench.run(names, session)
     if args.json:
@@ -86,8 +92,11 @@ def _show(result: Any) -> None:
     from octavo.bench import record
 
     terminal.show_table(record.COLUMNS, record.table(result), right=record.NUMBERS)
-    if budget := record.budget_table(result):
-        terminal.show_table(budget[0], budget[1:], right=range(2, len(budget[0])))
+    for table in (record.budget_table(result), record.kernel_table(result), record.columns_table(result)):
+        if table:
+            terminal.show_table(table[0], table[1:], right=range(2, len(table[0])))
+    for note in record.notes(result):
+        print(f"note: {note}")
     absent: dict[tuple[str, str], list[str]] = {}
     for a in result.absent:
         absent.setdefault((a.candidate, a.why), []).append(a.case)

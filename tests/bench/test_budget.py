@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from benchmarks.gpu import report
 from octavo.bench import Bench, record
+from octavo.bench.profiles.budget import HEAD, OPTIMIZER, PARTS, Budget, measure_parts
 from octavo.bench.record import Result, Row
-from octavo.bench.suite_step import HEAD, OPTIMIZER, PARTS, Budget, Step, measure_parts
+from octavo.bench.suite_step.candidates import parse
+from octavo.bench.suite_step.step import Step
 from octavo.fp8.blocks.gated_mlp import GatedMlp
 
 now = [0.0]
@@ -71,7 +73,7 @@ class Block(nn.Module):
 
 
 def test_parts_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.bench.suite_step.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("octavo.bench.profiles.budget.time.perf_counter", lambda: now[0])
     block, budget = Block(), Budget(torch.device("cpu"))
     head = budget.wrap(HEAD, lambda x: Spend.apply(x, 10_000.0).sum())
 
@@ -100,7 +102,7 @@ def test_timing_by_part_does_not_change_training(monkeypatch: pytest.MonkeyPatch
     twins = []
     for _ in range(2):
         torch.manual_seed(0)
-        twins.append(Step(Bench(torch.device("cpu"), small=True), 1, 24, "blockwise", "fused"))
+        twins.append(Step(Bench(torch.device("cpu"), small=True), 1, 24, parse("blockwise fused", "fp32")))
     cut, plain = twins
     parts = cut.parts(steps=1)
     plain()
@@ -108,7 +110,7 @@ def test_timing_by_part_does_not_change_training(monkeypatch: pytest.MonkeyPatch
     pairs = zip(cut.model.state_dict().values(), plain.model.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert fused and all(fused) and cut.loss is plain.loss and cut.update == cut.optimizer.step
-    assert Step(Bench(torch.device("cpu"), small=True), 1, 24, None, "compiled").parts() == {}
+    assert Step(Bench(torch.device("cpu"), small=True), 1, 24, parse("fp32 compiled", "fp32")).parts() == {}
 
 
 def test_parts_are_printed_with_shares_and_saved() -> None:

@@ -416,7 +416,7 @@ area(
         "train/test_attention_kernel.py",
     ),
     (
-        "budget-claims-twice", "bench/suite_step.py",
+        "budget-claims-twice", "bench/profiles/budget.py",
         "if node not in self._claimed and", "if",
         "attention's backward takes that of the layers within it",
         "bench/test_budget.py",

@@ -1,0 +1,1 @@
+"""Where the time of a call goes: by part of a step, and by kernel."""
