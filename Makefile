@@ -78,7 +78,7 @@ docs: install     ## the documentation as a site, build/site; a warning, such as
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "wrote build/site/index.html, which opens without a server"
 
-gpu:              ## on an NVIDIA GPU: tests and benchmarks in 8 minutes; all of them with PART=1, 2, 3 (ONLY= OUT= BUDGET= SMALL=1)
+gpu:              ## on an NVIDIA GPU: tests and benchmarks in 8 minutes; all of them with PART=1, 2, 3; a step's speed with PART=speed (ONLY= OUT= BUDGET= SMALL=1)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_WORDS)
 
 clean:            ## remove the outputs of the commands above

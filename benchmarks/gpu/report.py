@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.targets import TARGETS
-from octavo.bench.record import NOISE, Result, Row, budget_table
+from octavo.bench.record import NOISE, Result, Row, budget_table, columns_table, kernel_table, notes
 
 HEAD = ("what", "best known elsewhere", "measured", "limit", "verdict")
 NONE = "They say nothing about FP8 on a GPU: no verdict."
@@ -105,9 +105,14 @@ def page(result: Result) -> list[str]:
         text.append(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
     if noisy := sum(row.spread > NOISE for row in result.rows):
         text.append(f"{noisy} of {len(result.rows)} rows vary by more than {100 * NOISE:.0f} % between quartiles")
-    if cut := budget_table(result):
-        text += ["", "where the time of a step goes", *_set(cut)]
-    return text
+    tables = {
+        "where the time of a step goes": budget_table(result),
+        "where the time of a call goes, by kernel": kernel_table(result),
+        "steps against each compiled step in high precision": columns_table(result),
+    }
+    for title, cells in tables.items():
+        text += ["", title, *_set(cells)] if cells else []
+    return [*text, *notes(result)]
 
 
 def _set(cells: Sequence[Sequence[str]]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.gpu.jobs import ROOT, Job
 from benchmarks.gpu.process import Process
 from benchmarks.gpu.store import Store
+from benchmarks.gpu.worker import MORE
 
 WORKER = (sys.executable, "-m", "benchmarks.gpu.worker")
 MARGIN = 0.15  # of a suite's time: it ends by itself, with its last case timed, before it is ended
@@ -28,7 +29,7 @@ PYTEST = {2: "interrupted", 3: "an internal error of pytest", 4: "wrong usage of
 class Runner:
     """``device``, ``small``: what suites run on. ``lanes``: test files at a time. ``least``: seconds below which
     nothing is begun. ``command``: what a process runs; tests put another in its place. ``stopped``: the signal that
-    asked it to end."""
+    asked it to end. ``gone``: why the device was lost, which ends the call too."""
 
     store: Store
     log: Callable[[str], None]
@@ -39,6 +40,11 @@ class Runner:
     least: float = 10.0
     command: Sequence[str] = WORKER
     stopped: str = ""
+    gone: str = ""
+
+    @property
+    def ends(self) -> bool:
+        return bool(self.stopped or self.gone)
 
     def stop(self, number: int, frame: object) -> None:
         """A signal's handler. It only notes: an exception could fall between the reading of events and their saving."""
@@ -57,7 +63,10 @@ class Runner:
         together = max([sum(job.seconds for job in tests) / self.lanes, *(job.seconds for job in tests)], default=0.0)
         turns = [(tests, self.lanes, together), *(([job], 1, job.seconds) for job in [*alone, *suites])]
         for number, (group, lanes, seconds) in enumerate(turns):
-            if self.stopped:
+            if self.ends:
+                for job in (job for group, _, _ in turns[number:] for job in group):
+                    self._not_begun(job)
+                self.store.save()
                 break
             left = until - time.monotonic()
             scale = left / (sum(share for _, _, share in turns[number:]) or 1)
@@ -66,7 +75,7 @@ class Runner:
     def _together(self, jobs: Sequence[Job], lanes: int, until: float, scale: float) -> None:
         waiting, running = deque(jobs), list[_Task]()
         try:
-            while (waiting or running) and not self.stopped:
+            while (waiting or running) and not self.ends:
                 while waiting and len(running) < lanes and (now := time.monotonic()) + self.least < until:
                     job = waiting.popleft()
                     running.append(_Task(self, job, min(until, now + scale * job.seconds)))
@@ -88,7 +97,7 @@ class Runner:
     def _not_begun(self, job: Job) -> None:
         if job.name not in self.store.files[job.kind]["jobs"]:  # what an earlier call found of it stays
             self.store.apply(job.kind, job.name, {"state": "not begun"})
-        self.log(f"{job.name}: not begun, no time is left")
+        self.log(f"{job.name}: not begun, {'the device is lost' if self.gone else self.stopped or 'no time is left'}")
 
 
 @dataclass
@@ -104,7 +113,7 @@ class _Task:
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
-        self.patience = min(self.job.stall, max(PATIENCE, 0.4 * (self.until - self.began)))
+        self.patience = min(self.job.stall, max(PATIENCE, self.job.patience * (self.until - self.began)))
         self._note(began=self.runner.call, tests=self.job.kind == "tests")
         self.runner.log(f"{self.job.name}: begins, for at most {self.until - self.began:.0f} s")
         self._start()
@@ -113,7 +122,8 @@ class _Task:
         self.turns += 1
         self.under_way: tuple[str, list[str]] | None = None
         self.exit: int | None = None
-        self.broken = ""
+        self.broken = self.gone = ""
+        self.answered = False
         left = self.until - time.monotonic()
         order = {
             "kind": self.job.kind,
@@ -122,6 +132,8 @@ class _Task:
             "small": self.runner.small,
             "seconds": (1 - MARGIN) * left,
             "skip": self.skip,
+            "settings": dict(self.job.settings),
+            "apart": self.job.apart,
         }
         self.process = Process(self.runner.command, order, ROOT)
 
@@ -138,12 +150,19 @@ class _Task:
                 self.process.force(self.process.forced)
             return False
         self._take(self.process.close())
-        if self.exit is not None and self.exit not in PYTEST:
+        late = time.monotonic() + self.runner.least > self.until
+        if self.exit == MORE and not self.gone:
+            if late or self.turns == TURNS:
+                return self._end("cut off")
+            self._start()
+            return False
+        if self.exit is not None and self.exit not in PYTEST and not self.gone:
             return self._end("done" if not self.lost else "done but for what was lost")
-        why = self.broken or PYTEST.get(self.exit or 0) or self.process.how
+        silent = self.process.forced and not self.answered and self.job.kind == "suite"
+        self.runner.gone = self.gone or ("the device does not answer" if silent else "")
+        why = self.runner.gone or self.broken or PYTEST.get(self.exit or 0) or self.process.how
         case, candidates = self.under_way or ("", [])
         self._lose(case, candidates, why)
-        late = time.monotonic() + self.runner.least > self.until
         if not case or late or self.turns == TURNS:
             return self._end("cut off")
         self.patience /= 2 if self.process.forced else 1  # who hung once may hang at each case
@@ -160,6 +179,12 @@ class _Task:
 
     def _take(self, events: list[dict[str, Any]]) -> None:
         for event in events:
+            self.answered = True
+            if "ready" in event:
+                continue
+            if "gone" in event:
+                self.gone = event["gone"]
+                continue
             if self.process.forced and ("begins" in event or event.get("test", ("", ""))[1] == "failed"):
                 continue  # the signal that ends it can make a compiler fail, and the test with it
             if "begins" in event:

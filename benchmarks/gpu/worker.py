@@ -5,10 +5,12 @@ The events:
 
     {"device", "machine"}              the device and machine
     {"begins": [case, candidates]}     these run now, and are lost if the process is
+    {"ready": device}                  a suite can compute on its device
+    {"gone": why}                      it cannot, so no later process can either
     {"rows", "absent", "cut"}          the results of a case of a suite
     {"collected": number of tests}, then for each test {"test": [node, outcome, seconds, why]}
     {"broken": why}                    the GPU is lost to this process, which exits; the rest needs a new process
-    {"over": exit code}                the process finished by itself
+    {"over": exit code}                the process finished by itself; MORE: another one has to do the rest
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from importlib import import_module
 from typing import Any
 
 BROKEN = 70
+MORE = 71
 KEPT = 1500  # characters of what a test failed with
 
 Send = Callable[..., None]
@@ -74,9 +77,15 @@ def suite(order: dict[str, Any], send: Send, began: float) -> int:
     """A suite of `octavo bench`, within the seconds that the order leaves it."""
     import torch
 
+    from octavo.base import accelerator
     from octavo.bench.bench import Bench
     from octavo.bench.record import Result
 
+    device = torch.device(order["device"])
+    if why := lost_device(device):
+        send(gone=why)
+        return BROKEN
+    send(ready=str(device))
     sent = {"rows": 0, "absent": 0, "cut": 0}
 
     def found(result: Result) -> None:
@@ -86,18 +95,38 @@ def suite(order: dict[str, Any], send: Send, began: float) -> int:
         send(**new)
 
     bench = Bench(
-        torch.device(order["device"]),
+        device,
         small=order["small"],
         log=lambda text: print(text, flush=True),
         on_candidates=lambda case, candidates: send(begins=[case, list(candidates)]),
         on_result=found,
         skip={(case, candidate) for case, candidate in order["skip"]},
+        **order.get("settings", {}),
+        apart=order.get("apart", False),
     )
+    if bench.small:  # small sizes are the suites'; fewer blocks than all stay another case
+        bench.layers, bench.tokens = 1 if bench.layers else None, None
+    words = {"high": bench.high, "backend": "torch" if accelerator.is_gpu(device) else "reference"}
+    bench.candidates = [name.format(**words) for name in bench.candidates]
     run = import_module(order["target"]).run
     bench.budget = order["seconds"] - (time.monotonic() - began)
     bench.start_budget()
     run(bench)
-    return 0
+    return MORE if bench.unfinished else 0
+
+
+def lost_device(device: Any) -> str | None:
+    """Why this process cannot compute on its device, None if it can."""
+    import torch
+
+    from octavo.base import accelerator
+
+    try:
+        torch.ones(2, device=device).sum().item()
+        accelerator.synchronize(device)
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return None
 
 
 def tests(order: dict[str, Any], send: Send) -> int:
