@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 from octavo import bench
-from octavo.bench import Bench, record, suite_decode, suite_gemm
+from octavo.bench import Bench, peers, record, suite_decode, suite_gemm
 from octavo.bench.bench import BenchError, Work
 from octavo.bench.profiles import kernel_profile
 from octavo.bench.profiles.kernel_profile import KINDS, kind_of, own_kernels, profile_call, summarize
 from octavo.bench.record import Result, Row
 from octavo.bench.suite_step import step
 from octavo.bench.suite_step.candidates import default_names, parse
+from octavo.fp8 import measuring
 
 CPU = torch.device("cpu")
 
@@ -61,6 +63,26 @@ def test_unknown_candidate_of_a_suite_is_reported() -> None:
     result = bench.run(["gemm"], session("fp32", "fp33", cases="odd wgrad"))
     assert [r.candidate for r in result.rows] == ["fp32"] and "wgrad" in result.rows[0].case
     assert [(a.candidate, a.why) for a in result.absent] == [("fp33", "no case has a candidate of this name")]
+
+
+@pytest.mark.long
+def test_step_suite_runs_every_kind_of_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two recipes, in two rounds; graphs that Inductor would compile run as they were traced."""
+    monkeypatch.setattr(peers, "RECIPES", ("blockwise", "mxfp8"))
+    quick = functools.partial(measuring.time_calls, warmup=0, rounds=2, budget=0.0)
+    monkeypatch.setattr("octavo.bench.bench.measuring.time_calls", quick)
+    result = bench.run(["step"], session(layers=1))
+    assert not result.absent and not result.cut
+    steps, profiles = ([r for r in result.rows if bool(r.kernels) == profiled] for profiled in (False, True))
+    assert [r.candidate for r in steps] == [r.candidate for r in profiles] == default_names(session())
+    assert len(steps) == 4 + 5 * 2 and all(r.kernels["gemm"] > 0 for r in profiles)
+    assert all(sum(r.kernels.values()) == pytest.approx(r.seconds) for r in profiles)
+    head, *lines = record.columns_table(result)
+    assert head[3:] == ("fp32 compiled", "fp32 compiled chunked", "fp32 compiled chunked fp8 moments")
+    assert len(lines) == len(steps) and [lines[n][3 + n] for n in range(3)] == ["1.00x"] * 3
+    chunked = [r for r in steps if "chunked" in r.candidate]
+    assert {r.baseline for r in chunked[2:]} == {"fp32 compiled chunked"}
+    assert {r.note for r in chunked} == {chunked[0].note} and "attention by flash" in chunked[0].note
 
 
 class Replayed:
