@@ -117,7 +117,7 @@ def runs_inductor_graphs(index: int | None = None) -> bool:
     """Return True if this process runs CUDA graphs of ``torch.compile(mode="reduce-overhead")`` on the GPU with this
     index, or on the current one. A replay runs no Python."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None or not torch.cuda.is_initialized():
+    if trees is None or (index is None and not torch.cuda.is_initialized()):
         return False
     index = torch.cuda.current_device() if index is None else index
     return trees.get_manager(index, create_if_none_exists=False) is not None

@@ -8,8 +8,6 @@ which reports and copies it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +18,6 @@ from octavo.fp8.dense.graph_arguments import HIGH_KEY
 from octavo.fp8.dense.linear import CountedForward
 from octavo.fp8.dense.swap import SwappedModule
 from octavo.fp8.observe import counts, recorder
-from octavo.fp8.weights.cache import register_owner
 
 _PLAIN = (Tensor, nn.Parameter)
 Inputs = tuple[object, ...]
@@ -68,18 +65,3 @@ class CountedModule(CountedForward, SwappedModule):
         if isinstance(x, Tensor) and (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)):
             return compiled_linear.linear(x, weight, self._parameters["bias"], HIGH_KEY)
         return self._stock.forward(self, *args, **kwargs)
-
-    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
-        # FSDP2 swaps the sharded and the gathered parameter by assignment in a class that has this method.
-        super().__setattr__(name, value)
-        if name in self.__dict__.get("_parameters", ()):
-            register_owner(self, (value,))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CountedModule:
-        applied = super()._apply(fn, recurse)
-        register_owner(self)
-        return applied
-
-    def __setstate__(self, state: dict[str, object]) -> None:  # of copies and pickles
-        super().__setstate__(state)
-        register_owner(self)

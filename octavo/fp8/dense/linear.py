@@ -41,7 +41,7 @@ from octavo.fp8.dense.inputs import Input, Recomputable, without_autocast
 from octavo.fp8.invariance import is_active
 from octavo.fp8.observe import counts, recorder
 from octavo.fp8.observe.recorder import LayerRecord
-from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
+from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice, register_owner
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import is_whole
 
@@ -326,6 +326,21 @@ class CountedForward(nn.Module):
     def trace_call(self, *args: object, **kwargs: object) -> object:
         """Run the forward while a compiler traces it."""
         raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        # FSDP2 swaps the sharded and the gathered parameter by assignment in a class that has this method.
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_parameters", ()):
+            register_owner(self, (value,))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CountedForward:
+        applied = super()._apply(fn, recurse)
+        register_owner(self)
+        return applied
+
+    def __setstate__(self, state: dict[str, object]) -> None:  # of copies and pickles
+        super().__setstate__(state)
+        register_owner(self)
 
 
 def linear(

@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.fp8.dense.linear import Linear
-from octavo.fp8.dense.swap import SwappedModule, has_hooks, make_trial_module, swap
+from octavo.fp8.dense.linear import CountedForward, Linear
+from octavo.fp8.dense.swap import SwappedModule, has_hooks, make_trial_module, replace, stock_type
 from octavo.fp8.memory.chunked_loss import head_log_probs, head_losses
+from octavo.fp8.observe import counts, recorder
 
 
 class TokenOutputs:
@@ -128,10 +129,14 @@ class ChunkedHead(SwappedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         targets: TokenOutputs | None = self.__dict__.get("_given")
         if targets is None:
-            return self._stock.forward(self, *args, **kwargs)
-        (hidden,) = (*args, *kwargs.values())
-        assert isinstance(self, nn.Linear)
-        return targets.compute(hidden, self)
+            output = self._stock.forward(self, *args, **kwargs)
+        else:
+            (hidden,) = (*args, *kwargs.values())
+            assert isinstance(self, nn.Linear)
+            output = targets.compute(hidden, self)
+        if recorder.counters():  # a head in high precision has one GEMM for all chunks
+            counts.report_module(self, (*args, *kwargs.values()), output)
+        return output
 
 
 def chunk_head(model: nn.Module) -> ChunkedHead | str:
@@ -150,8 +155,8 @@ def chunk_head(model: nn.Module) -> ChunkedHead | str:
         return head
     if type(head) is Linear and head._site.scaling is not None:
         return "its head is in FP8 by delayed scaling, and blocks of the vocabulary have no histories"
-    if type(head) not in (nn.Linear, Linear):
-        kind = type(head)
+    kind = stock_type(head) if isinstance(head, CountedForward) else type(head)
+    if kind not in (nn.Linear, Linear):
         return f"its head is a {kind.__module__}.{kind.__qualname__}, not a plain nn.Linear"
     if has_hooks(head):
         return "its head has hooks, or a forward of its own, which expect logits there"
@@ -159,7 +164,7 @@ def chunk_head(model: nn.Module) -> ChunkedHead | str:
     reason = _why_logits_differ(model, head)
     if reason is not None:
         return reason
-    swap(head, ChunkedHead)
+    replace(head, ChunkedHead)
     assert isinstance(head, ChunkedHead)
     return head
 

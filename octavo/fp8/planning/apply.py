@@ -166,9 +166,10 @@ def _count_module(module: nn.Module, gemms: counts.HighPrecisionGemms) -> None:
     and is observed by a hook."""
     is_new = counts.gemms_of(module) is None
     counts.watch_module(module, gemms)
-    replace(module, CountedModule)
+    if not isinstance(module, SwappedModule):  # a chunked head reports by itself
+        replace(module, CountedModule)
     register_owner(module)
-    if is_new and not isinstance(module, CountedModule):
+    if is_new and not isinstance(module, SwappedModule):
         module.register_forward_hook(observe_forward, with_kwargs=True)
 
 
