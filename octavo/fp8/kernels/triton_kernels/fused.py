@@ -84,26 +84,33 @@ def _out(like: Tensor, spec: CastSpec | None, contract: int) -> _Out | None:
     return _Out(like, spec, contract)
 
 
-def _program(row: CastSpec | None, col: CastSpec | None, itemsize: int, results: int) -> dict[str, Any]:
-    """Return the constants of a tile's program that quantizes this many results with these specs."""
-    constants: dict[str, Any] = {"ROW": _cast(row, 1), "COL": _cast(col, 0)}
+def _program(
+    row: CastSpec | None, col: CastSpec | None, shape: torch.Size, itemsize: int, results: int
+) -> dict[str, Any]:
+    """Return the constants of a tile's program that quantizes this many results of a shape with these specs."""
+    high = 32 if col is None else TILE
+    whole = shape[0] % high == shape[1] % TILE == 0  # nothing to mask
+    constants: dict[str, Any] = {"ROW": _cast(row, 1), "COL": _cast(col, 0), "BM": high, "BK": TILE, "WHOLE": whole}
     if col is None:
-        return constants | {"BM": 32, "BK": TILE, "num_warps": 4}
+        return constants | {"num_warps": 4}
     # With 128 registers a thread, two programs of 8 warps share a multiprocessor: one computes while the other waits
-    # for memory. Two results of fp32 fit in the registers of 16 warps only; with blocks of 32, which have more scales,
-    # so do two of 16 bits.
-    wide = results == 2 and (itemsize == 4 or 32 in col.block)
-    return constants | {"BM": TILE, "BK": TILE, "num_warps": 16 if wide else 8, "maxnreg": 128}
+    # for memory. Two results of fp32, with masks, or with blocks of 32, which have more scales, need the registers of
+    # 16 warps.
+    wide = results == 2 and (itemsize == 4 or not whole or 32 in col.block)
+    return constants | {"num_warps": 16 if wide else 8, "maxnreg": 128}
 
 
 def _tiles(
-    like: Tensor, row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None,
+    like: Tensor,
+    row: CastSpec | None,
+    row_out: _Out | None,
+    col: CastSpec | None,
+    col_out: _Out | None,
     results: int = 1,
-) -> tuple[tuple[int, int], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return the grid and the constants of a program; tiles cover the padding of every output."""
-    constants = _program(row if row_out else None, col if col_out else None, like.itemsize, results)
+    constants = _program(row if row_out else None, col if col_out else None, like.shape, like.itemsize, results)
     down = like.shape[0] if col_out else round_up(like.shape[0], ALIGN)
-    constants["WHOLE"] = like.shape[0] % constants["BM"] == like.shape[1] % TILE == 0  # nothing to mask
     return (ceil_div(like.shape[1], TILE), ceil_div(down, constants["BM"])), constants
 
 
@@ -166,17 +173,28 @@ def rmsnorm_quantize(
 
 
 def rmsnorm_codes(
-    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
-    out: torch.dtype | None = None, low: torch.dtype | None = None,
-) -> tuple[Tensor, Quantized | None, Quantized | None]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    row: CastSpec | None,
+    col: CastSpec | None,
+    out: torch.dtype | None = None,
+    low: torch.dtype | None = None,
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
     """:func:`rmsnorm_quantize` without y, for callers that do not read it: (rstd, y under ``row``, y under ``col``)."""
     return _rmsnorm(x, weight, eps, row, col, out, low, emit=False)[1:]
 
 
 def _rmsnorm(
-    x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
-    out: torch.dtype | None, low: torch.dtype | None, emit: bool,
-) -> tuple[Tensor | None, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    row: CastSpec | None,
+    col: CastSpec | None,
+    out: torch.dtype | None,
+    low: torch.dtype | None,
+    emit: bool,
+) -> tuple[Tensor | None, Tensor, Quantized | None, Quantized | None]:
     check_rmsnorm(x, weight)
     x, weight = _rows_of(x), weight.detach().contiguous()
     rows, cols = x.shape

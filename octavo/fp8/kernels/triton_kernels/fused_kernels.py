@@ -44,7 +44,7 @@ def _rstd_of(total, K, eps):
 
 
 @triton.jit
-def _lowered(out, LOW: tl.constexpr):
+def _convert_to_low(out, LOW: tl.constexpr):
     """What a cast reads: the result ``out``, or the LOW copy that autocast would make of it."""
     if LOW == out.dtype:  # noqa: SIM300 (a constexpr on the left, or == is not Triton's)
         return out
@@ -88,7 +88,7 @@ def rmsnorm_rows(
     if y is not None:
         tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     # Quantize from registers what a reader of y would quantize.
-    out = _lowered(out, LOW)
+    out = _convert_to_low(out, LOW)
     raise_amax(top, out)
     store_row(out, codes, scales, (row, row * 0, M, K), tl.arange(0, BM), BK, CAST)
 
@@ -109,14 +109,14 @@ def rstd_of_rows(x, rstd, M, x_stride, K, eps, UNIT: tl.constexpr, BM: tl.conste
 
 
 @triton.jit
-def _normed(
-    x,
+def _norm_quarter(
+    x,  # as in rmsnorm_tile
     w,  # fp32 [BK]
     rstd,
     y,
-    codes,  # row layout
+    codes,  # row layout, or None
     scales,
-    place,
+    place,  # see fused_tiles
     x_step,  # between rows
     J: tl.constexpr,
     BM: tl.constexpr,
@@ -137,7 +137,7 @@ def _normed(
         v = tl.where((rows < M)[:, None] & (col + tl.arange(0, BK) < K)[None, :], v, 0.0)
     out = round_to(v, OUT)
     store_quarter(y, out, place, J, BM, BK, WHOLE)
-    out = _lowered(out, LOW)
+    out = _convert_to_low(out, LOW)
     store_row(out, codes, scales, place, quarter(J, BM), BK, ROW, WHOLE)
     return out
 
@@ -175,10 +175,10 @@ def rmsnorm_tile(
     w = widen(tl.load(weight + cols) if WHOLE else tl.load(weight + cols, mask=cols < K, other=0.0))
     step = x_stride * UNIT
     q = (
-        _normed(x, w, rstd, y, row_codes, row_scales, place, step, 0, BM, BK, WHOLE, ROW, OUT, LOW),
-        _normed(x, w, rstd, y, row_codes, row_scales, place, step, 1, BM, BK, WHOLE, ROW, OUT, LOW),
-        _normed(x, w, rstd, y, row_codes, row_scales, place, step, 2, BM, BK, WHOLE, ROW, OUT, LOW),
-        _normed(x, w, rstd, y, row_codes, row_scales, place, step, 3, BM, BK, WHOLE, ROW, OUT, LOW),
+        _norm_quarter(x, w, rstd, y, row_codes, row_scales, place, step, 0, BM, BK, WHOLE, ROW, OUT, LOW),
+        _norm_quarter(x, w, rstd, y, row_codes, row_scales, place, step, 1, BM, BK, WHOLE, ROW, OUT, LOW),
+        _norm_quarter(x, w, rstd, y, row_codes, row_scales, place, step, 2, BM, BK, WHOLE, ROW, OUT, LOW),
+        _norm_quarter(x, w, rstd, y, row_codes, row_scales, place, step, 3, BM, BK, WHOLE, ROW, OUT, LOW),
     )
     # Quantize down the columns, from registers.
     raise_amax_of_quarters(top, q)
@@ -200,13 +200,13 @@ def sigmoid(x):
 
 
 @triton.jit
-def _gated(
-    gate,
+def _swiglu_quarter(
+    gate,  # [M, K], as in swiglu
     up,
     h,
-    codes,  # row layout
+    codes,  # row layout, or None
     scales,
-    place,
+    place,  # see fused_tiles
     gate_step,  # between rows
     up_step,
     J: tl.constexpr,
@@ -252,10 +252,10 @@ def swiglu(
     g_step = gate_stride * UNIT
     u_step = up_stride * UNIT
     q = (
-        _gated(gate, up, h, row_codes, row_scales, place, g_step, u_step, 0, BM, BK, WHOLE, ROW),
-        _gated(gate, up, h, row_codes, row_scales, place, g_step, u_step, 1, BM, BK, WHOLE, ROW),
-        _gated(gate, up, h, row_codes, row_scales, place, g_step, u_step, 2, BM, BK, WHOLE, ROW),
-        _gated(gate, up, h, row_codes, row_scales, place, g_step, u_step, 3, BM, BK, WHOLE, ROW),
+        _swiglu_quarter(gate, up, h, row_codes, row_scales, place, g_step, u_step, 0, BM, BK, WHOLE, ROW),
+        _swiglu_quarter(gate, up, h, row_codes, row_scales, place, g_step, u_step, 1, BM, BK, WHOLE, ROW),
+        _swiglu_quarter(gate, up, h, row_codes, row_scales, place, g_step, u_step, 2, BM, BK, WHOLE, ROW),
+        _swiglu_quarter(gate, up, h, row_codes, row_scales, place, g_step, u_step, 3, BM, BK, WHOLE, ROW),
     )
     # Quantize down the columns, from registers.
     raise_amax_of_quarters(top, q)
@@ -272,20 +272,16 @@ def _hide(x):
 
 
 @triton.jit
-def _gradients(
-    dh,
-    gate,
-    up,
-    dgate,
+def _gradient_quarters(
+    inputs,  # dh, gate, up [M, K]
+    steps,  # between their rows
+    dgate,  # and the other outputs: as in swiglu_backward
     dup,
-    gate_codes,  # row layouts
-    gate_scales,
-    up_codes,
-    up_scales,
-    place,
-    dh_step,  # between rows
-    gate_step,
-    up_step,
+    gate_row,
+    gate_row_scales,
+    up_row,
+    up_row_scales,
+    place,  # see fused_tiles
     J: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
@@ -293,18 +289,18 @@ def _gradients(
     ROW: tl.constexpr,
 ):
     """Quarter J of a tile of dgate and of dup. Stores them and their row codes, if they are wanted."""
-    g = widen(load_quarter(gate, place, gate_step, J, BM, BK, WHOLE))
-    d = widen(load_quarter(dh, place, dh_step, J, BM, BK, WHOLE))
-    u = widen(load_quarter(up, place, up_step, J, BM, BK, WHOLE))
+    d = widen(load_quarter(inputs[0], place, steps[0], J, BM, BK, WHOLE))
+    g = widen(load_quarter(inputs[1], place, steps[1], J, BM, BK, WHOLE))
+    u = widen(load_quarter(inputs[2], place, steps[2], J, BM, BK, WHOLE))
     # dgate = dh * up * silu'(gate), with silu'(g) = s + g s (1 - s), and dup = dh * silu(gate); each is rounded once.
     s = sigmoid(g)
     slope = s + g * s * (1.0 - s)
-    d_gate = round_to(d * u * slope, gate.dtype.element_ty)
-    d_up = round_to(d * (g * s), gate.dtype.element_ty)
+    d_gate = round_to(d * u * slope, inputs[1].dtype.element_ty)
+    d_up = round_to(d * (g * s), inputs[1].dtype.element_ty)
     store_quarter(dgate, d_gate, place, J, BM, BK, WHOLE)
     store_quarter(dup, d_up, place, J, BM, BK, WHOLE)
-    store_row(d_gate, gate_codes, gate_scales, place, quarter(J, BM), BK, ROW, WHOLE)
-    store_row(d_up, up_codes, up_scales, place, quarter(J, BM), BK, ROW, WHOLE)
+    store_row(d_gate, gate_row, gate_row_scales, place, quarter(J, BM), BK, ROW, WHOLE)
+    store_row(d_up, up_row, up_row_scales, place, quarter(J, BM), BK, ROW, WHOLE)
     return _hide(d_gate), _hide(d_up)
 
 
@@ -344,88 +340,20 @@ def swiglu_backward(
     """
     K = K * UNIT
     place = (tl.program_id(1) * BM, tl.program_id(0) * BK, M, K)
-    d_step = dh_stride * UNIT
-    g_step = gate_stride * UNIT
-    u_step = up_stride * UNIT
-    g0, u0 = _gradients(
-        dh,
-        gate,
-        up,
-        dgate,
-        dup,
-        gate_row,
-        gate_row_scales,
-        up_row,
-        up_row_scales,
-        place,
-        d_step,
-        g_step,
-        u_step,
-        0,
-        BM,
-        BK,
-        WHOLE,
-        ROW,
+    inputs = (dh, gate, up)
+    steps = (dh_stride * UNIT, gate_stride * UNIT, up_stride * UNIT)
+    # Load, compute, store rows: a quarter after the other.
+    g0, u0 = _gradient_quarters(
+        inputs, steps, dgate, dup, gate_row, gate_row_scales, up_row, up_row_scales, place, 0, BM, BK, WHOLE, ROW
     )
-    g1, u1 = _gradients(
-        dh,
-        gate,
-        up,
-        dgate,
-        dup,
-        gate_row,
-        gate_row_scales,
-        up_row,
-        up_row_scales,
-        place,
-        d_step,
-        g_step,
-        u_step,
-        1,
-        BM,
-        BK,
-        WHOLE,
-        ROW,
+    g1, u1 = _gradient_quarters(
+        inputs, steps, dgate, dup, gate_row, gate_row_scales, up_row, up_row_scales, place, 1, BM, BK, WHOLE, ROW
     )
-    g2, u2 = _gradients(
-        dh,
-        gate,
-        up,
-        dgate,
-        dup,
-        gate_row,
-        gate_row_scales,
-        up_row,
-        up_row_scales,
-        place,
-        d_step,
-        g_step,
-        u_step,
-        2,
-        BM,
-        BK,
-        WHOLE,
-        ROW,
+    g2, u2 = _gradient_quarters(
+        inputs, steps, dgate, dup, gate_row, gate_row_scales, up_row, up_row_scales, place, 2, BM, BK, WHOLE, ROW
     )
-    g3, u3 = _gradients(
-        dh,
-        gate,
-        up,
-        dgate,
-        dup,
-        gate_row,
-        gate_row_scales,
-        up_row,
-        up_row_scales,
-        place,
-        d_step,
-        g_step,
-        u_step,
-        3,
-        BM,
-        BK,
-        WHOLE,
-        ROW,
+    g3, u3 = _gradient_quarters(
+        inputs, steps, dgate, dup, gate_row, gate_row_scales, up_row, up_row_scales, place, 3, BM, BK, WHOLE, ROW
     )
     # Quantize down the columns, one result after the other.
     raise_amax_of_quarters(gate_top, (g0, g1, g2, g3))

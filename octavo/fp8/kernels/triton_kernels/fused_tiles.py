@@ -73,7 +73,7 @@ def store_row(
     y,  # [rows, BK]
     codes,
     scales,
-    place,
+    place,  # of the tile, see above
     r,  # int32 [rows]: y's rows, counted from the first of the tile
     BK: tl.constexpr,
     CAST: tl.constexpr,
