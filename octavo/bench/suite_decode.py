@@ -52,7 +52,7 @@ def run(bench: Bench) -> None:
 
 def _build_model(bench: Bench, recipe: str | None, device: torch.device) -> PreTrainedModel:
     """Build the model in eval mode. The head stays in high precision, as in a rollout."""
-    config = models.tiny_config("qwen3") if bench.small else bench.shape or SHAPE
+    config = models.tiny_config(SHAPE.partition("_")[0]) if bench.small else bench.shape or SHAPE
     model = models.random_model(config, device, bench.dtype, LAYERS if bench.small else bench.layers).eval()
     if recipe is not None:
         fp8.apply(model, fp8.plan(model, recipe, models.describe(model).components))
