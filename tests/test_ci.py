@@ -1,4 +1,5 @@
-"""The last line of `.ci/run`: how many tests used real weights and a server; zero of either fails."""
+"""The last lines of `.ci/run`: the budget by the speed of the machine, and how many tests used real weights and a
+server; zero of either fails."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import conftest
+from tests import conftest, machine_speed
 
 SCRIPT = Path(__file__).resolve().parents[1] / ".ci" / "run"
 
@@ -51,3 +52,19 @@ def test_last_line_of_ci_counts_them(printed: str, code: int, last: tuple[int, i
         code,
         f"on real weights: {last[0]} tests, in the server: {last[1]} tests\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slower", "code"), [(4049, "1.00", 0), (4051, "1.00", 1), (6000, "1.50", 0), (6100, "1.50", 1)]
+)
+def test_budget_is_of_the_machine_for_which_it_was_set(seconds: int, slower: str, code: int) -> None:
+    text = SCRIPT.read_text(encoding="utf-8")
+    command = text[text.index('if awk -v all="$all"') : text.index("awk '/ passed.* in")]
+    variables = f'BUDGET=2700\nall={seconds}\nslower="{slower}"\n'
+    ended = subprocess.run(["bash", "-c", variables + command], capture_output=True, text=True)
+    assert ended.returncode == code and ("above 1.5 times the budget" in ended.stdout) == bool(code)
+
+
+def test_a_faster_machine_has_no_smaller_budget() -> None:
+    assert machine_speed.factor(machine_speed.REFERENCE / 2) == 1
+    assert machine_speed.factor(machine_speed.REFERENCE * 1.5) == pytest.approx(1.5)
