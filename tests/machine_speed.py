@@ -2,7 +2,7 @@
 
     python -m tests.machine_speed        prints a factor such as 1.42; never below 1
 
-CPU seconds of one suite differed by 1.8 between machines of one kind: by their clock, and by what else runs on the other
+CPU seconds of one suite differed by 1.8 between machines of one kind: by their clock, and by what runs on the other
 threads of a core. A fixed load says by how much. It uses Python and torch and nothing of Octavo, so that slower code of
 ours is not taken for a slower machine, and runs in two processes at once, as the tests do.
 """
