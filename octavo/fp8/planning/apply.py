@@ -166,7 +166,8 @@ def _count_module(module: nn.Module, gemms: counts.HighPrecisionGemms) -> None:
     and is observed by a hook."""
     is_new = counts.gemms_of(module) is None
     counts.watch_module(module, gemms)
-    if not isinstance(module, SwappedModule):  # a chunked head reports by itself
+    # A chunked head reports by itself. Experts keep their class: others read the arguments of its forward.
+    if not isinstance(module, SwappedModule) and not gemms.routed:
         replace(module, CountedModule)
     register_owner(module)
     if is_new and not isinstance(module, SwappedModule):
