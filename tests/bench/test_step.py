@@ -18,6 +18,7 @@ from octavo.bench.record import Result, Row
 from octavo.bench.suite_step import step
 from octavo.bench.suite_step.candidates import default_names, parse
 from octavo.fp8 import measuring
+from octavo.train.estimate.step_time.cluster import GPUS
 
 CPU = torch.device("cpu")
 
@@ -213,3 +214,11 @@ def test_wgrad_is_also_timed_with_square_blocks_of_x() -> None:
     name = f"blockwise reference, x in {suite_gemm.SQUARE}x{suite_gemm.SQUARE}"
     result = bench.run(["gemm"], session("fp32", "blockwise reference", name, cases="small"))
     assert [r.case.split()[1] for r in result.rows if r.candidate == name] == ["wgrad"]
+
+
+def test_speeds_of_gpus_are_those_of_the_plan() -> None:
+    """Two tables, because a report needs no package of a run: they may not differ."""
+    for name, (bf16, _, _, bandwidth, *_) in GPUS.items():
+        if name.upper() in record.BANDWIDTH:
+            assert (record.BF16_PEAK[name.upper()], record.BANDWIDTH[name.upper()]) == (bf16, bandwidth)
+    assert len({name.upper() for name in GPUS} & record.BANDWIDTH.keys()) == 4

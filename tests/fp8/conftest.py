@@ -1,4 +1,4 @@
-"""Shared by the tests of FP8: a mesh of one process, and a quicker interpreter of Triton's."""
+"""Shared by the tests of FP8: an empty compiler, a mesh of one process, and a quicker interpreter of Triton's."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests import interpreter
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No graph of another test, and none left for the next."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 The class of the module becomes a subclass of its own, with its name: nothing else changes. In a compiled graph a plain
 linear layer is the operator of FP8 layers with three GEMMs in high precision, which reports what it runs. Other modules
 (routers, patch embeddings, experts) keep their own operators, and their output passes through ``octavo::count``,
-which reports and copies it.
+which reports and copies it. Experts, and modules with a forward on the instance, keep their class and have a hook.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from octavo.fp8.dense.linear import CountedForward
 from octavo.fp8.dense.swap import SwappedModule
 from octavo.fp8.observe import counts, recorder
 
-_PLAIN = (Tensor, nn.Parameter)
 Inputs = tuple[object, ...]
 
 
 def observe_forward(module: nn.Module, args: Inputs, kwargs: dict[str, object], output: object) -> object:
-    """Report a forward, as a hook of a module whose class cannot: its forward is set on the instance. In a compiled
-    graph, return the output that the graph counts."""
+    """Report a forward, as a hook of a module that keeps its class. In a compiled graph, return the output that the
+    graph counts."""
     if torch.compiler.is_compiling():
         return _count_output(module, (*args, *kwargs.values()), output)
     if recorder.counters():
@@ -37,16 +36,18 @@ def _count_output(module: nn.Module, inputs: Inputs, output: object) -> object:
     """Pass the output of a module, or its first one, through the operator that counts, while a compiler traces it."""
     watched, weight = counts.gemms_of(module), _first_matrix(module)
     y = output[0] if isinstance(output, tuple) else output
-    if watched is None or type(weight) not in _PLAIN or not isinstance(y, Tensor) or not watched.rows(inputs):
+    if watched is None or weight is None or not isinstance(y, Tensor) or not watched.rows(inputs):
         return output
-    needs = graph_counts.gradient_needs(inputs[0], weight)  # type: ignore[arg-type]
-    y = torch.ops.octavo.count(y, weight, watched.rows(inputs), needs)
+    x = inputs[0]
+    assert isinstance(x, Tensor)  # of others it has no rows
+    y = torch.ops.octavo.count(y, weight, watched.rows(inputs), graph_counts.gradient_needs(x, weight))
     return (y, *output[1:]) if isinstance(output, tuple) else y
 
 
-def _first_matrix(module: nn.Module) -> Tensor:
-    """Return the first parameter with more than one dimension; None if there is none."""
-    return next((p for p in module._parameters.values() if p is not None and p.dim() > 1), None)  # type: ignore[return-value]
+def _first_matrix(module: nn.Module) -> Tensor | None:
+    """Return the first parameter with more than one dimension, or None if there is none, or it is a tensor subclass."""
+    weight = next((p for p in module._parameters.values() if p is not None and p.dim() > 1), None)
+    return weight if type(weight) in (Tensor, nn.Parameter) else None
 
 
 class CountedModule(CountedForward, SwappedModule):
@@ -58,10 +59,14 @@ class CountedModule(CountedForward, SwappedModule):
     def trace_call(self, *args: object, **kwargs: object) -> object:
         """Run the forward while a compiler traces it."""
         inputs, weight = (*args, *kwargs.values()), _first_matrix(self)
-        if self._stock is not nn.Linear or not inputs or type(weight) not in _PLAIN or self._fp8_watched is None:
-            return _count_output(self, inputs, self._stock.forward(self, *args, **kwargs))
-        x = inputs[0]
+        x = inputs[0] if inputs else None
         # The operator converts the weight to the dtype of x; the stock layer only does so under autocast.
-        if isinstance(x, Tensor) and (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)):
+        if (
+            self._stock is nn.Linear
+            and weight is not None
+            and isinstance(x, Tensor)
+            and (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type))
+            and counts.gemms_of(self) is not None
+        ):
             return compiled_linear.linear(x, weight, self._parameters["bias"], HIGH_KEY)
-        return self._stock.forward(self, *args, **kwargs)
+        return _count_output(self, inputs, self._stock.forward(self, *args, **kwargs))

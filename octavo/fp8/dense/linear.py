@@ -309,7 +309,6 @@ class CountedForward(nn.Module):
     :mod:`octavo.fp8.blocks.counted` gives it to the modules that a plan leaves as they are."""
 
     _stock: ClassVar[type[Any]]
-    _fp8_watched: counts.HighPrecisionGemms | None = None  # counts.watch_module sets it
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
@@ -326,17 +325,6 @@ class CountedForward(nn.Module):
     def trace_call(self, *args: object, **kwargs: object) -> object:
         """Run the forward while a compiler traces it."""
         raise NotImplementedError
-
-    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
-        # FSDP2 swaps the sharded and the gathered parameter by assignment in a class that has this method.
-        super().__setattr__(name, value)
-        if name in self.__dict__.get("_parameters", ()):
-            register_owner(self, (value,))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CountedForward:
-        applied = super()._apply(fn, recurse)
-        register_owner(self)
-        return applied
 
     def __setstate__(self, state: dict[str, object]) -> None:  # of copies and pickles
         super().__setstate__(state)

@@ -162,11 +162,11 @@ def _why_experts_differ(module: nn.Module) -> str | None:
 
 
 def _count_module(module: nn.Module, gemms: counts.HighPrecisionGemms) -> None:
-    """Let counters see a module that stays in high precision. A forward on the instance hides the forward of any class,
-    and is observed by a hook."""
+    """Let counters see a module that stays in high precision: by its class, or by a hook if it has to keep that."""
     is_new = counts.gemms_of(module) is None
     counts.watch_module(module, gemms)
-    # A chunked head reports by itself. Experts keep their class: others read the arguments of its forward.
+    # A chunked head reports by itself. Experts keep their class, because others read the arguments of its forward; so
+    # does a module with a forward on the instance, which hides the forward of any class.
     if not isinstance(module, SwappedModule) and not gemms.routed:
         replace(module, CountedModule)
     register_owner(module)

@@ -20,7 +20,7 @@ way. Call :func:`invalidate` after them, or write under ``torch.no_grad()`` to t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -48,24 +48,28 @@ def codes_of(weight: Tensor) -> WeightCache | None:
     return entry[1]() if entry is not None and entry[2] == _geometry(weight) else None
 
 
-# The module in high precision that a storage belongs to, likewise by address.
+# Modules in high precision that are counted, and which of them a storage belongs to, likewise by address.
+_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _owners: dict[int, tuple[StorageWeakRef, weakref.ref[nn.Module]]] = {}
 
 
-def register_owner(module: nn.Module, parameters: Iterable[object] | None = None) -> None:
-    """Register a module in high precision as the owner of its parameters, or of those given, for :func:`owner_of`."""
-    reference = weakref.ref(module)
-    for parameter in module._parameters.values() if parameters is None else parameters:
-        if type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta:  # type: ignore[attr-defined]
-            storage = parameter.untyped_storage()  # type: ignore[attr-defined]
-            _owners[storage._cdata] = StorageWeakRef(storage), reference
-    for address in [address for address, (_, owner) in _owners.items() if owner() is None]:
-        del _owners[address]
+def register_owner(module: nn.Module) -> None:
+    """Let :func:`owner_of` find a module in high precision by its parameters."""
+    _modules.add(module)
 
 
 def owner_of(weight: Tensor) -> nn.Module | None:
-    """Return the module in high precision that a tensor in a compiled graph is a parameter of, or None."""
-    entry = _owners.get(weight.untyped_storage()._cdata)
+    """Return the registered module that a tensor in a compiled graph is a parameter of, or None."""
+    address = weight.untyped_storage()._cdata
+    if (entry := _owners.get(address)) is None or entry[1]() is None:
+        # Parameters move, and FSDP2 swaps them: look at the present ones.
+        _owners.clear()
+        for module in list(_modules):
+            for parameter in module._parameters.values():
+                if type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta:  # type: ignore[union-attr]
+                    storage = parameter.untyped_storage()  # type: ignore[union-attr]
+                    _owners[storage._cdata] = StorageWeakRef(storage), weakref.ref(module)
+        entry = _owners.get(address)
     return None if entry is None else entry[1]()
 
 

@@ -19,11 +19,7 @@ CPU = torch.device("cpu")
 RECIPES = ("blockwise", "rowwise", "tensorwise", "mxfp8")
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Recorder:

@@ -17,12 +17,7 @@ from octavo import fp8
 from octavo.base import accelerator
 from octavo.fp8.observe.counts import GemmCounts
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Norm(nn.Module):
@@ -147,7 +142,7 @@ def test_frozen_layers_and_copies_keep_their_names():
     for parameter in model.layers[0].parameters():
         parameter.requires_grad_(False)
     want = count_steps(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to(torch.float32)):
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.bfloat16().float()):
         assert count_steps(torch.compile(twin, backend="aot_eager")) == want
     assert type(model.lm_head).__name__ == "Linear" and isinstance(model.lm_head, nn.Linear)
 
