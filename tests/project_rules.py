@@ -52,7 +52,7 @@ NAMES_DEVICES = {
     "octavo.fp8.measuring.timing": "the clock of kernels: it holds a stream busy while they are queued",
     "octavo.train.step.cuda_graphs": "CUDA graphs",
     "octavo.generation.decode_cuda_graph": "CUDA graphs",
-    "octavo.bench.suite_step.step": "CUDA graphs, beside which its candidates are timed",
+    "octavo.bench.suite_step.step": "CUDA graphs, with which its candidates are compared",
     "octavo.bench.suite_step.candidates": "CUDA graphs",
     "octavo.fp8.planning.file_form": "a key of plan files: the toolkit that torch was built with",
     "octavo.doctor.other_vendors": "it tells of each vendor's machines",

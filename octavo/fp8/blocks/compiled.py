@@ -5,8 +5,6 @@ These operators extend the operators of linear layers (:mod:`octavo.fp8.dense.co
     octavo::rmsnorm(x, weight, row, col)      -> a carrier of y's gradient, rstd, and the codes of y for the next layers
     octavo::gated_mlp(codes of x, weights)    -> y; for its backward gate, up, and the codes of h for wgrad
     octavo::swiglu_backward(dh, gate, up)     -> the codes of dgate and of dup, for dgrad and for wgrad
-    octavo::count(y, weight, rows)            -> y, the output of a module in high precision, which is counted
-    octavo::count_gradient(dy, ...)           -> dy
 
 The codes of a norm are attached to the traced tensor y, from which the next layers take them; a compiler only sees
 operators with a common operand. FP8 layers do not read y: its gradient passes through a carrier, a tensor of y's shape
@@ -26,10 +24,9 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.dense import compiled, sources
 from octavo.fp8.dense.graph_arguments import fake_pack, pack_pair, parse_key, parse_operand
-from octavo.fp8.dense.graph_counts import DGRAD, WGRAD, gradient_needs, report_module
+from octavo.fp8.dense.graph_counts import DGRAD, WGRAD, gradient_needs
 from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.observe import recorder
 
 _lib = torch.library.Library("octavo", "FRAGMENT")
 _lib.define(
@@ -45,8 +42,6 @@ _lib.define(
     "swiglu_backward(Tensor dh, Tensor gate, Tensor up, str row, str col) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_lib.define("count(Tensor y, Tensor weight, SymInt rows, int needs) -> Tensor")
-_lib.define("count_gradient(Tensor dy, Tensor weight, SymInt rows, int needs) -> Tensor")
 
 
 def _parse_fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, list[CastSpec | None]]:
@@ -237,40 +232,13 @@ def gated_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | No
     return y.view(*x.shape[:-1], weights[2].shape[0])
 
 
-# --- modules in high precision ----------------------------------------------------------------------------------------
-
-
-def _count(y: Tensor, weight: Tensor, rows: int, needs: int) -> Tensor:
-    if recorder.is_active():
-        report_module(weight, ("fwd",), rows)
-    return y.clone()
-
-
-def _count_gradient(dy: Tensor, weight: Tensor, rows: int, needs: int) -> Tensor:
-    if recorder.is_active():
-        report_module(weight, [gemm for gemm, flag in (("dgrad", DGRAD), ("wgrad", WGRAD)) if needs & flag], rows)
-    return dy.clone()
-
-
-def _save_owner(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.rows, ctx.gradients = inputs[2:]
-
-
-def _pass_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.octavo.count_gradient(dy, *ctx.saved_tensors, ctx.rows, ctx.gradients), None, None, None
-
-
 for _name, _run, _fake in (
-    ("count", _count, lambda y, *rest: torch.empty_like(y)),
-    ("count_gradient", _count_gradient, lambda dy, *rest: torch.empty_like(dy)),
     ("rmsnorm", _rmsnorm, _rmsnorm_fake),
     ("gated_mlp", _gated_mlp, _gated_mlp_fake),
     ("swiglu_backward", _swiglu_backward, _swiglu_backward_fake),
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
-torch.library.register_autograd("octavo::count", _pass_gradient, setup_context=_save_owner, lib=_lib)
 torch.library.register_autograd("octavo::rmsnorm", _rmsnorm_backward, setup_context=_save_norm, lib=_lib)
 torch.library.register_autograd("octavo::gated_mlp", _mlp_backward, setup_context=_save_mlp, lib=_lib)
 torch.library.register_autograd("octavo::swiglu_backward", compiled.refuse_second_derivative, lib=_lib)

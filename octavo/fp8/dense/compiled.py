@@ -8,6 +8,8 @@ with a fake implementation that returns the shapes of the results::
     octavo::linear(x, weight, ...)  -> y, from the row codes of x; its autograd formula is the three GEMMs' backward
     octavo::dgrad(dy codes, weight) -> dx
     octavo::wgrad(dy codes, x codes, weight) -> dw; the weight tells its layer, shape and dtype
+    octavo::count(y, weight, rows)  -> y, the output of a module in high precision, which is counted; its gradient is
+                                       passed by octavo::count_gradient
     octavo::unwritten(x)            -> nothing; raises while a compiler traces an x that was written to
 
 The operators of blocks that quantize their output are in :mod:`octavo.fp8.blocks.compiled`. These blocks attach the
@@ -73,6 +75,8 @@ _lib.define("dgrad(Tensor dy, Tensor? dy_scale, Tensor weight, SymInt tokens, Sc
 _lib.define(
     "wgrad(Tensor dy, Tensor? dy_scale, Tensor x, Tensor? x_scale, Tensor weight, SymInt tokens, str key) -> Tensor"
 )
+_lib.define("count(Tensor y, Tensor weight, SymInt rows, int needs) -> Tensor")
+_lib.define("count_gradient(Tensor dy, Tensor weight, SymInt rows, int needs) -> Tensor")
 
 
 def _cast(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -232,16 +236,44 @@ def _cast_backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
     return None, None, None
 
 
+# --- modules in high precision ----------------------------------------------------------------------------------------
+
+
+def _count(y: Tensor, weight: Tensor, rows: int, needs: int) -> Tensor:
+    if recorder.is_active():
+        graph_counts.report_module(weight, ("fwd",), rows)
+    return y.clone()
+
+
+def _count_gradient(dy: Tensor, weight: Tensor, rows: int, needs: int) -> Tensor:
+    if recorder.is_active():
+        flags = (("dgrad", graph_counts.DGRAD), ("wgrad", graph_counts.WGRAD))
+        graph_counts.report_module(weight, [gemm for gemm, flag in flags if needs & flag], rows)
+    return dy.clone()
+
+
+def _save_owner(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.rows, ctx.gradients = inputs[2:]
+
+
+def _pass_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.octavo.count_gradient(dy, *ctx.saved_tensors, ctx.rows, ctx.gradients), None, None, None
+
+
 for _name, _run, _fake in (
     ("cast", _cast, _cast_fake),
     ("linear", _linear, _linear_fake),
     ("dgrad", _dgrad, _dgrad_fake),
     ("wgrad", _wgrad, _wgrad_fake),
+    ("count", _count, lambda y, *rest: torch.empty_like(y)),
+    ("count_gradient", _count_gradient, lambda dy, *rest: torch.empty_like(dy)),
     ("unwritten", lambda x: None, _unwritten_fake),
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
 torch.library.register_autograd("octavo::cast", _cast_backward, setup_context=_mark_codes_non_differentiable, lib=_lib)
+torch.library.register_autograd("octavo::count", _pass_gradient, setup_context=_save_owner, lib=_lib)
 torch.library.register_autograd("octavo::linear", _backward, setup_context=_save_for_backward, lib=_lib)
 torch.library.register_autograd("octavo::dgrad", refuse_second_derivative, lib=_lib)
 torch.library.register_autograd("octavo::wgrad", refuse_second_derivative, lib=_lib)

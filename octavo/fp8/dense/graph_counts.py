@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.fp8.dense.graph_arguments import parse_key
 from octavo.fp8.kernels.capture import is_capturing
@@ -30,6 +30,25 @@ def gradient_needs(x: Tensor, weight: Tensor) -> int:
     if not torch.is_grad_enabled():
         return 0
     return GRAD + (DGRAD if x.requires_grad else 0) + (WGRAD if weight.requires_grad else 0)
+
+
+def count_output(module: nn.Module, inputs: tuple[object, ...], output: object) -> object:
+    """Return the output of a module in high precision, or its first one, through the operator that reports and copies
+    it, while a compiler traces the module's forward."""
+    watched, weight = counts.gemms_of(module), first_matrix(module)
+    y = output[0] if isinstance(output, tuple) else output
+    if watched is None or weight is None or not isinstance(y, Tensor) or not watched.rows(inputs):
+        return output
+    x = inputs[0]
+    assert isinstance(x, Tensor)  # of others it has no rows
+    y = torch.ops.octavo.count(y, weight, watched.rows(inputs), gradient_needs(x, weight))
+    return (y, *output[1:]) if isinstance(output, tuple) else y
+
+
+def first_matrix(module: nn.Module) -> Tensor | None:
+    """Return the first parameter with more than one dimension, or None if there is none, or it is a tensor subclass."""
+    weight = next((p for p in module._parameters.values() if p is not None and p.dim() > 1), None)
+    return weight if type(weight) in (Tensor, nn.Parameter) else None
 
 
 # --- whose weight it is -----------------------------------------------------------------------------------------------

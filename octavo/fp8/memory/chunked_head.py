@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.fp8.dense.graph_counts import count_output
 from octavo.fp8.dense.linear import CountedForward, Linear
 from octavo.fp8.dense.swap import SwappedModule, has_hooks, make_trial_module, replace, stock_type
 from octavo.fp8.memory.chunked_loss import head_log_probs, head_losses
@@ -134,6 +135,8 @@ class ChunkedHead(SwappedModule):
             (hidden,) = (*args, *kwargs.values())
             assert isinstance(self, nn.Linear)
             output = targets.compute(hidden, self)
+        if torch.compiler.is_compiling():  # losses must stay the very tensor
+            return output if targets is not None else count_output(self, (*args, *kwargs.values()), output)
         if recorder.counters():  # a head in high precision has one GEMM for all chunks
             counts.report_module(self, (*args, *kwargs.values()), output)
         return output

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
 from octavo.base import accelerator
+from octavo.fp8.dense.swap import replace
+from octavo.fp8.memory import ChunkedHead
 from octavo.fp8.observe.counts import GemmCounts
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -135,6 +137,15 @@ def test_recomputed_forwards_are_counted_as_such():
     assert {gemm for _, gemm, _ in others} <= {"recompute"} and not others & {*calls}
     model.layers[0].compile(backend="aot_eager", fullgraph=True)
     assert count_steps(model) == want
+
+
+def test_chunked_head_in_high_precision_is_counted():
+    model = make()
+    del model.layers[1]
+    want = count_steps(model)
+    replace(model.lm_head, ChunkedHead)
+    assert count_steps(model) == want == count_steps(torch.compile(model, backend="aot_eager"))
+    assert ("lm_head", "wgrad", fp8.HIGH) in want[0]
 
 
 def test_frozen_layers_and_copies_keep_their_names():
