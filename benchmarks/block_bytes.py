@@ -29,7 +29,7 @@ from octavo.bench import record
 
 TOKENS, HIDDEN, KV, WIDTH, HEAD = 1024, 512, 128, 1536, 128  # 8B: 4096, 1024, 12288, 128
 UNIT = TOKENS * HIDDEN * 2
-CANDIDATES: dict[str, dict[str, Any] | None] = {
+CANDIDATES: dict[str, dict[str, str] | None] = {
     "bf16": None,
     "blockwise": {"recipe": "blockwise"},
     "blockwise fused": {"recipe": "blockwise", "fuse": "on"},
@@ -59,7 +59,7 @@ def decoder_block() -> tuple[nn.Module, Callable[[Callable[..., Tensor]], Callab
     return block, bind
 
 
-def count(policy: dict[str, Any] | None) -> dict[str, Any]:
+def count(policy: dict[str, str] | None) -> dict[str, Any]:
     """Return the bytes of a block, forward and backward, in u: ``generated``, ``operators`` and their ``sum``; how
     often each operator runs (``calls``), and the bytes of those that move some (``moved``).
 

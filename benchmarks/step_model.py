@@ -2,8 +2,8 @@
 
     python benchmarks/step_model.py [--json FILE]
 
-The step is that of the suite `step`: Qwen3-VL-8B's decoder, 8,192 tokens in one row, BF16 weights. Nothing here was
-timed anew. Seconds are computed from the stored result files of one H200 and from counts that need no GPU:
+The step is the one of suite `step`: Qwen3-VL-8B's decoder, 8,192 tokens in one row, BF16 weights. Nothing is timed
+here. Seconds are computed from the stored result files of one H200 and from counts that need no GPU:
 
     GEMMs       FLOPs / the rate of the shape in suite `gemm`, cuBLAS
     casts       bytes / the bandwidth of the recipe's cast in suite `cast`
@@ -14,7 +14,7 @@ timed anew. Seconds are computed from the stored result files of one H200 and fr
     attention, head, optimizer   parts of the eager BF16 step; an FP8 head and FP8 moments by their GEMMs and bytes
 
 The eager FP8 step that was measured tests the model (``error`` in the output). Rows of the table are cumulative. The
-last row of each recipe is what stands now with `preset: fast` and the default attention; levers after it are not built,
+last row of each recipe is a step with `preset: fast` and the default attention; further levers are not in the preset,
 or need a GPU to be chosen. Ratios are over three BF16 steps: compiled (first); with the loss of a run and the same
 attention (second: the head has the same number of products, so that the model cannot tell it from the first); with FP8
 moments too (third).
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -104,10 +105,10 @@ class Setting:
 
 class Lever(NamedTuple):
     """A change of the setting. ``calls``: the operators by which it is seen in the graph of a block or of a run; empty
-    if it does not stand."""
+    if the preset does not have it."""
 
     name: str
-    change: dict[str, Any]
+    change: Mapping[str, bool | float]
     source: str
     calls: tuple[str, ...] = ()
     recipes: tuple[str, ...] = RECIPES
@@ -120,12 +121,11 @@ LEVERS = (
     Lever("moments in FP8", {"fp8_moments": True}, "bytes of AdamW", ("adamw",)),
 )
 OUTSIDE_BLOCKS = {"head", "adamw"}  # levers of these operators are in no block's graph
-NOT_BUILT = (
-    Lever("both layouts of w kept (fp8.weight_codes: both)", {"both_layouts": True}, "suite linear",
-          recipes=("blockwise", "tensorwise")),
-    Lever("x of wgrad in 128x128 blocks", {"wgrad_in_tiles": True}, "suite gemm, fwd", recipes=("blockwise",)),
+FURTHER = (
+    Lever("fp8.weight_codes: both", {"both_layouts": True}, "suite linear", recipes=("blockwise", "tensorwise")),
+    Lever("fp8.recipe: blockwise_2d", {"wgrad_in_tiles": True}, "suite gemm, fwd", recipes=("blockwise",)),
     Lever("attention 60 ms faster, in BF16 too", {"attention_gain": 0.060}, "public figures, no run"),
-)  # fmt: skip
+)
 
 
 @cache
@@ -188,13 +188,13 @@ def weight_seconds(setting: Setting) -> float:
     if setting.both_layouts:
         return seconds + WEIGHTS / copy_bandwidth()
     name = next(case for case, _ in suites()["linear"])
-    once, kept = (suites()["linear"][name, f"{recipe} torch{words}"] for words in ("", ", both layouts of w"))
+    once, both = (suites()["linear"][name, f"{recipe} torch{words}"] for words in ("", ", both layouts of w"))
     n, k = (int(word.partition("=")[2]) for word in name.split()[-2:])
-    return seconds + WEIGHTS * (once["seconds"] - kept["seconds"]) / (n * k)
+    return seconds + WEIGHTS * (once["seconds"] - both["seconds"]) / (n * k)
 
 
 def copy_bandwidth(case: str = "16384 x 12288") -> float:
-    """Return bytes a second of a copy."""
+    """Return bytes per second of a copy."""
     row = suites()["cast"][case, "copy"]
     return row["bytes"] / row["seconds"]
 
@@ -258,7 +258,7 @@ def fraction(kernel: Kernel) -> float:
 
 
 def operator_seconds(setting: Setting) -> float:
-    """Return the seconds of casts and fused operators of all blocks, without those of weights."""
+    """Return the seconds of casts and fused operators of all blocks, without the casts of weights."""
     moved = dict(block(f"{setting.recipe}{' fused' if setting.fused else ''}"))
     del moved["generated"]
     unit = UNIT / copy_bandwidth()
@@ -291,10 +291,10 @@ def predict(setting: Setting) -> dict[str, float]:
     }
     if setting.recipe == "bf16":
         return {"gemms": linear_seconds("bf16"), "generated": generated, **parts}
-    own = block(f"{setting.recipe}{' fused' if setting.fused else ''}")["generated"]
+    generated *= block(f"{setting.recipe}{' fused' if setting.fused else ''}")["generated"] / block("bf16")["generated"]
     return {
         "gemms": linear_seconds(setting.recipe, setting.wgrad_in_tiles),
-        "generated": generated * own / block("bf16")["generated"],
+        "generated": generated,
         "operators": operator_seconds(setting),
         "weights": weight_seconds(setting),
         **parts,
@@ -311,13 +311,14 @@ def eager_error() -> float:
 
 
 def table(recipe: str) -> list[dict[str, object]]:
-    """Return a row for each lever, cumulative; those that stand come first."""
+    """Return a row for each lever, cumulative: first the levers of the preset."""
+    # A faster attention is used in BF16 too, so that each row is divided into the BF16 steps with its attention.
     lines: list[dict[str, object]] = []
     setting, before = Setting(recipe), 0.0
-    for lever in (*LEVERS, *NOT_BUILT):
+    for lever in (*LEVERS, *FURTHER):
         if recipe not in lever.recipes:
             continue
-        setting = replace(setting, **lever.change)
+        setting = replace(setting, **lever.change)  # type: ignore[arg-type]
         bf16 = Setting(attention_gain=setting.attention_gain)
         parts = predict(setting)
         seconds, first, third = (
@@ -327,7 +328,7 @@ def table(recipe: str) -> list[dict[str, object]]:
             {
                 "recipe": recipe,
                 "lever": lever.name,
-                "stands": bool(lever.calls),
+                "in_preset": bool(lever.calls),
                 "source": lever.source,
                 "ms": round(1000 * seconds, 1),
                 "gain_ms": round(1000 * (before - seconds), 1) if lines else None,
@@ -342,7 +343,7 @@ def table(recipe: str) -> list[dict[str, object]]:
 
 
 def model() -> dict[str, Any]:
-    """Return the table: ``rows``, what stands now last of each recipe, and ``not_built``, which continues them."""
+    """Return the table: ``rows``, the preset last of each recipe, and ``further`` levers, which continue them."""
     lines = [line for recipe in RECIPES for line in table(recipe)]
     offset, slope = fit_fraction()
     return {
@@ -350,8 +351,8 @@ def model() -> dict[str, Any]:
         "bf16_compiled_ms": round(1000 * step_parts("bf16 compiled")["step"], 1),
         "error": round(eager_error(), 4),
         "fraction": {"offset": round(offset, 3), "slope": round(slope, 3), "timed": timed_kernels()},
-        "rows": [line for line in lines if line["stands"]],
-        "not_built": [line for line in lines if not line["stands"]],
+        "rows": [line for line in lines if line["in_preset"]],
+        "further": [line for line in lines if not line["in_preset"]],
     }
 
 
@@ -362,9 +363,9 @@ def show(result: dict[str, Any]) -> str:
         f"{100 * result['error']:+.1f} %",
         f"{'recipe':11} {'cumulative':50} {'ms':>6} {'gain':>6}  over BF16 compiled  with FP8 moments",
     ]
-    for title in ("rows", "not_built"):
-        if title == "not_built":
-            lines.append("not built, or to be chosen on a GPU:")
+    for title in ("rows", "further"):
+        if title == "further":
+            lines.append("not in the preset, or to be chosen on a GPU:")
         for row in result[title]:
             gain = "" if row["gain_ms"] is None else f"{row['gain_ms']:.1f}"
             lines.append(

@@ -1,4 +1,4 @@
-"""The model of a training step (benchmarks/step_model.py), which needs no GPU, against what was measured and counted."""
+"""The model of a training step (benchmarks/step_model.py), which needs no GPU, compared with stored measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_stored_table_is_current(result: dict[str, Any]) -> None:
 
 def test_rows_are_cumulative_and_end_with_what_stands(result: dict[str, Any]) -> None:
     for recipe in step_model.RECIPES:
-        standing, further = ([r for r in result[key] if r["recipe"] == recipe] for key in ("rows", "not_built"))
+        standing, further = ([r for r in result[key] if r["recipe"] == recipe] for key in ("rows", "further"))
         assert [r["lever"] for r in standing] == [lever.name for lever in step_model.LEVERS]
         assert all(r["gain_ms"] > 0 for r in (*standing[1:], *further)), "a lever that slows the step down is none"
         for r in (*standing, *further):
