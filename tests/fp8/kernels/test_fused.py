@@ -100,8 +100,8 @@ def record_plain(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Have the backward write its gradients beside their codes, as it does where a cast must read them."""
     original, values = fused._plain, []
 
-    def plain(like, emit, *outs):
-        values.append(original(like, True, *outs))
+    def plain(like, emit, *outs, **options):
+        values.append(original(like, True, *outs, **options))
         return values[-1]
 
     monkeypatch.setattr(fused, "_plain", plain)
@@ -303,15 +303,31 @@ def test_inputs_may_be_halves_or_transposed(poisoned: list[torch.dtype]) -> None
 @pytest.mark.parametrize("rows", [0, 5])
 def test_empty_input_and_codes_only(rows: int, poisoned: list[torch.dtype]) -> None:
     gate, up = numbers(rows, 144, torch.bfloat16), numbers(rows, 144, torch.bfloat16, 1)
+    weight = up.new_ones(144)
     del poisoned[:]
     pair = fused.swiglu_codes(gate, up, ROW, COL)
     fused.swiglu_backward_quantize(up, gate, up, ROW, COL)
+    rstd, *codes = fused.rmsnorm_codes(gate, weight, 1e-6, ROW, COL)
+    only_row = fused.rmsnorm_codes(gate, weight, 1e-6, ROW, None)[1]
     assert not {torch.bfloat16, torch.float16} & set(poisoned), "something was written in 16 bits"
     h = fused.swiglu_quantize(gate, up, None, None)[0]
-    y, _, *codes = fused.rmsnorm_quantize(gate, up.new_ones(144), 1e-6, ROW, COL)
+    y, rstd_with_y, *_ = fused.rmsnorm_quantize(gate, weight, 1e-6, ROW, COL)
+    assert torch.equal(rstd, rstd_with_y)
+    assert_cast(only_row, y, ROW, 1)
     for values, results in ((y, codes), (h, pair)):
         assert_cast(results[0], values, ROW, 1)
         assert_cast(results[1], values, COL, 0)
+
+
+@pytest.mark.parametrize("pair", ["mxfp8", "hybrid", "rowwise", "half in the tile", "tensorwise"])
+def test_rmsnorm_codes_need_no_y(pair: str, poisoned: list[torch.dtype]) -> None:
+    """Casts that need the amax of more than a tile read y, which is written for them; no caller sees it."""
+    row, col = PAIRS[pair]
+    x, w = numbers(130, 140, torch.float32), numbers(1, 140, torch.float32)[0]
+    _, row_q, col_q = fused.rmsnorm_codes(x, w, 1e-6, row, col, torch.float32, torch.bfloat16)
+    y = fused.rmsnorm_quantize(x, w, 1e-6, row, col, torch.float32, torch.bfloat16)[0].bfloat16()
+    assert_cast(row_q, y, row, 1)
+    assert_cast(col_q, y, col, 0)
 
 
 def test_single_launch() -> None:
