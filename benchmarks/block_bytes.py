@@ -29,12 +29,14 @@ from octavo.bench import record
 
 TOKENS, HIDDEN, KV, WIDTH, HEAD = 1024, 512, 128, 1536, 128  # 8B: 4096, 1024, 12288, 128
 UNIT = TOKENS * HIDDEN * 2
-CANDIDATES: dict[str, dict[str, Any] | None] = {
+CANDIDATES: dict[str, dict[str, str] | None] = {
     "bf16": None,
     "blockwise": {"recipe": "blockwise"},
     "blockwise fused": {"recipe": "blockwise", "fuse": "on"},
     "tensorwise": {"recipe": "tensorwise"},
     "tensorwise fused": {"recipe": "tensorwise", "fuse": "on"},
+    "rowwise": {"recipe": "rowwise"},
+    "rowwise fused": {"recipe": "rowwise", "fuse": "on"},
 }
 
 
@@ -57,9 +59,13 @@ def decoder_block() -> tuple[nn.Module, Callable[[Callable[..., Tensor]], Callab
     return block, bind
 
 
-def count(policy: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the bytes of a block, forward and backward, in u: ``generated``, ``operators`` and their ``sum``, and in
-    ``calls`` how often each operator runs. Raises RuntimeError if the block is more than one graph each way."""
+def count(policy: dict[str, str] | None) -> dict[str, Any]:
+    """Return the bytes of a block, forward and backward, in u: ``generated``, ``operators`` and their ``sum``; how
+    often each operator runs (``calls``), and the bytes of those that move some (``moved``).
+
+    Raises:
+        RuntimeError: the block is more than one graph each way.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -69,12 +75,11 @@ def count(policy: dict[str, Any] | None) -> dict[str, Any]:
     if policy is not None:
         options = dict(policy)
         fp8.apply(block, fp8.plan(block, fp8.Policy(options.pop("recipe"), **options)))
-    generated, operators, calls = [], 0, Counter[str]()
+    generated, calls, moved = [], Counter[str](), Counter[str]()
 
     def look(module: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
-        nonlocal operators
         generated.append(_kernel_bytes(module, inputs))
-        operators += _operator_bytes(module, calls)
+        _add_operators(module, calls, moved)
         return make_boxed_func(module.forward)
 
     torch._dynamo.reset()
@@ -86,9 +91,13 @@ def count(policy: dict[str, Any] | None) -> dict[str, Any]:
     torch._dynamo.reset()
     if len(generated) != 2:
         raise RuntimeError(f"The block has {len(generated)} graphs, forward and backward; 2 were expected.")
-    figures = {"generated": sum(generated) / UNIT, "operators": operators / UNIT}
+    figures = {"generated": sum(generated) / UNIT, "operators": sum(moved.values()) / UNIT}
     figures["sum"] = sum(figures.values())
-    return {**{name: round(value, 2) for name, value in figures.items()}, "calls": dict(sorted(calls.items()))}
+    return {
+        **{name: round(value, 2) for name, value in figures.items()},
+        "calls": dict(sorted(calls.items())),
+        "moved": {name: round(size / UNIT, 2) for name, size in sorted(moved.items())},
+    }
 
 
 def _kernel_bytes(module: torch.fx.GraphModule, inputs: Sequence[object]) -> int:
@@ -112,9 +121,8 @@ def _kernel_bytes(module: torch.fx.GraphModule, inputs: Sequence[object]) -> int
             )
 
 
-def _operator_bytes(module: torch.fx.GraphModule, calls: Counter[str]) -> int:
-    """Return the bytes that Octavo's operators of a graph must move apart from their GEMMs; add them to ``calls``."""
-    total = 0
+def _add_operators(module: torch.fx.GraphModule, calls: Counter[str], moved: Counter[str]) -> None:
+    """Add Octavo's operators of a graph to ``calls``, and the bytes they must move, without GEMMs, to ``moved``."""
     for node in module.graph.nodes:
         library, _, name = str(node.target).removesuffix(".default").partition(".")
         if node.op != "call_function" or library != "octavo":
@@ -122,14 +130,13 @@ def _operator_bytes(module: torch.fx.GraphModule, calls: Counter[str]) -> int:
         calls[name] += 1
         read, written = [_bytes(argument) for argument in node.args], _bytes(node)
         if name in ("cast", "rmsnorm"):
-            total += read[0] + written
+            moved[name] += read[0] + written
         elif name == "swiglu_backward":
-            total += sum(read[:3]) + written
+            moved[name] += sum(read[:3]) + written
         elif name == "gated_mlp":
             # Its SwiGLU reads gate and up, and writes the codes of h for fwd, which the operator keeps, and for wgrad.
             _, gate, up, *codes = node.meta["val"]
-            total += _bytes((gate, up, *codes)) + gate.numel() + gate.numel() // 128 * 4
-    return total
+            moved[name] += _bytes((gate, up, *codes)) + gate.numel() + gate.numel() // 128 * 4
 
 
 def _bytes(value: object) -> int:

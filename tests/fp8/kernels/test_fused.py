@@ -32,6 +32,7 @@ PAIRS = {
     "rows and columns": (CastSpec(block=(1, -1)), CastSpec(block=(-1, 1))),
     "tensorwise": (CastSpec(block=(-1, -1), scale="fp32"), CastSpec(block=(-1, -1), scale="fp32")),
     "half in the tile": (CastSpec(block=(1, -1)), COL),
+    "tiles": (ROW, CastSpec(block=(128, 128))),
 }
 
 
@@ -171,7 +172,7 @@ def test_rmsnorm_casts(pair: str, poisoned: list[torch.dtype]) -> None:
     assert_cast(col_q, y, col, 0)
 
 
-@pytest.mark.parametrize("pair", ["neither", "mxfp8", "hybrid", "rows and columns", "tensorwise"])
+@pytest.mark.parametrize("pair", ["neither", "mxfp8", "hybrid", "rows and columns", "tensorwise", "tiles"])
 def test_swiglu_casts(pair: str, poisoned: list[torch.dtype]) -> None:
     row, col = PAIRS[pair]
     gate, up = numbers(130, 300, torch.bfloat16), numbers(130, 300, torch.bfloat16, 1)
@@ -273,7 +274,7 @@ def test_bad_tiny_and_zero_rows_of_rmsnorm(eps: float, poisoned: list[torch.dtyp
 def test_bad_tiny_and_zero_rows_of_swiglu(poisoned: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     dh, gate, up = hard(0), hard(1).roll(1, 0), hard(2).roll(2, 0)
     gate[20, :8] = torch.tensor([-200.0, -88.0, -87.0, -1.2785, 0.0, 87.0, 200.0, 1e30])
-    for row, col in (PAIRS["blockwise"], PAIRS["hybrid"]):
+    for row, col in (PAIRS["blockwise"], PAIRS["hybrid"], PAIRS["tiles"]):
         h, row_q, col_q = fused.swiglu_quantize(gate, up, row, col)
         assert ulps(h, reference.swiglu_quantize(gate, up, None, None)[0]) <= 1
         assert_cast(row_q, h, row, 1)
@@ -319,7 +320,7 @@ def test_empty_input_and_codes_only(rows: int, poisoned: list[torch.dtype]) -> N
         assert_cast(results[1], values, COL, 0)
 
 
-@pytest.mark.parametrize("pair", ["mxfp8", "hybrid", "rowwise", "half in the tile", "tensorwise"])
+@pytest.mark.parametrize("pair", ["mxfp8", "hybrid", "rowwise", "half in the tile", "tensorwise", "tiles"])
 def test_rmsnorm_codes_need_no_y(pair: str, poisoned: list[torch.dtype]) -> None:
     """Casts that need the amax of more than a tile read y, which is written for them; no caller sees it."""
     row, col = PAIRS[pair]

@@ -24,7 +24,8 @@ also keep every multiprocessor busy when there are fewer panels of 128 rows than
 statistics: ``swiglu`` and ``swiglu_backward`` use tiles of 128 x 128. All tiles, ragged or whole, of any format and
 dtype, have one form (``fused_tiles.py``); :func:`_program` chooses its size and its threads.
 
-Tiles quantize only blocks along one dimension, of 32 or 128; ``rmsnorm_rows`` also quantizes whole rows. For others
+Tiles quantize blocks along one dimension, of 32 or 128, and down the columns 128 x 128 too; ``rmsnorm_rows`` also
+quantizes whole rows. For others
 (rows of SwiGLU, columns, tensors) the amax is known only when all programs have finished: the result is written first
 and then cast by ``cast.py``; the gradients of SwiGLU are then written in 16 bits once, too. The kernels collect the
 amax of a whole tensor as they run, which saves a pass.
@@ -42,7 +43,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
-from octavo.fp8.kernels.layout import ALIGN, ceil_div, codes_buffer, grid_shape, round_up
+from octavo.fp8.kernels.layout import ALIGN, SCALE_ALIGN, ceil_div, codes_buffer, grid_shape, round_up
 from octavo.fp8.kernels.reference import check_rmsnorm, check_swiglu
 from octavo.fp8.kernels.triton_kernels import cast
 from octavo.fp8.kernels.triton_kernels import fused_kernels as kernels
@@ -51,6 +52,7 @@ from octavo.fp8.kernels.triton_kernels.launch import launch
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WIDEST = 16384  # columns that one program holds as a whole
 TILE = 128
+_SQUARE = (TILE, TILE)
 
 
 class _Out:
@@ -65,6 +67,9 @@ class _Out:
             scale = self.scales.view(E8M0)
         elif spec.block[contract] == -1:
             self.scales = scale = torch.empty(free, 1, dtype=torch.float32, device=device)
+        elif spec.block[1 - contract] != 1:
+            self.scales = torch.empty(free, round_up(blocks, SCALE_ALIGN), dtype=torch.float32, device=device)
+            scale = self.scales[:, :blocks]
         else:
             self.scales = torch.empty(blocks, round_up(free, ALIGN), dtype=torch.float32, device=device)
             scale = self.scales.t()[:free]
@@ -72,16 +77,18 @@ class _Out:
         self.quantized = Quantized(data, scale if contract == 1 else scale.t(), spec)
 
 
-def _cast(spec: CastSpec | None, contract: int) -> tuple[int, bool, bool] | None:
+def _cast(spec: CastSpec | None, contract: int) -> tuple[int, bool, bool, bool] | None:
     """Return the constant that describes a cast to a kernel: CAST in ``fused_kernels``."""
-    return None if spec is None else (max(spec.block[contract], 0), spec.scale != "fp32", spec.format == "e5m2")
+    if spec is None:
+        return None
+    return max(spec.block[contract], 0), spec.scale != "fp32", spec.format == "e5m2", spec.block == _SQUARE
 
 
 def _out(like: Tensor, spec: CastSpec | None, contract: int) -> _Out | None:
     """Return the output that the program of a tile quantizes, or None if the blocks do not fit in a tile."""
-    if spec is None or spec.block[1 - contract] != 1 or spec.block[contract] not in (32, TILE):
+    if spec is None or (spec.block[1 - contract] != 1 and (contract, spec.block) != (0, _SQUARE)):
         return None
-    return _Out(like, spec, contract)
+    return _Out(like, spec, contract) if spec.block[contract] in (32, TILE) else None
 
 
 def _program(

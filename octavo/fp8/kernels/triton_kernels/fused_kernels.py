@@ -10,8 +10,10 @@ Arguments that several kernels share::
     codes, scales    of a row layout:    uint8 [M up to 16, K up to the block], scales fp32 [blocks of K, M up to 16]
                      of a column layout: uint8 [K up to 16, M up to the block], scales fp32 [blocks of M, K up to 16]
                      e8m0 scales: uint8, [M, blocks of K] or [K, blocks of M]
+                     scales of 128 x 128, columns only: fp32 [blocks of K, blocks of M up to 4]
     top              int32 [1]: pattern of the amax of the whole result, raised by every program
-    CAST, ROW, COL   (side of a block or 0 for the whole row, scales are powers of two, codes are E5M2)
+    CAST, ROW, COL   (side of a block or 0 for the whole row, scales are powers of two, codes are E5M2, a block is a
+                     tile of 128 x 128)
     UNIT             power of two up to 16 that divides K and all row strides, which come divided by it: fused._unit
     BM, BK           rows and columns of a tile
 """

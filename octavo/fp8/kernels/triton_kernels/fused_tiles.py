@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from octavo.fp8.kernels.triton_kernels.bits import (
+    ONE_BITS,
     amax_bits,
     encode,
     encode_words,
@@ -120,14 +121,16 @@ def store_row(
 
 @triton.jit
 def store_columns(q, codes, scales, place, BM: tl.constexpr, BK: tl.constexpr, CAST: tl.constexpr, WHOLE: tl.constexpr):
-    """Quantize the tile in blocks (G, 1), G = CAST[0], and store codes [K up to 16, M up to G], transposed, and their
-    scales. Codes of four adjacent rows move as one word."""
+    """Quantize the tile in blocks (G, 1), G = CAST[0], or as one block, and store codes [K up to 16, M up to G],
+    transposed, and their scales. Codes of four adjacent rows move as one word."""
     if codes is not None:
         q = (widen(q[0]), widen(q[1]), widen(q[2]), widen(q[3]))
         row, col, M, K = place
         G: tl.constexpr = CAST[0]
         # Reduce and scale: blocks have rows of all quarters, so their magnitudes meet element by element first.
         top = top_bits(tl.reshape(_largest(q), [BM // G, G // 4, BK]), 1)
+        if CAST[3]:
+            top = tl.broadcast_to(tl.max(top, axis=1)[:, None], [BM // G, BK])
         scale, bad = scale_of(top[:, None, :], CAST[1], CAST[2])
         words = encode_words(
             _in_units(q[0], scale, bad, BM, BK, CAST),
@@ -148,10 +151,17 @@ def store_columns(q, codes, scales, place, BM: tl.constexpr, BK: tl.constexpr, C
         at += tl.arange(0, BK)[:, None] * pitch + tl.arange(0, BM // 4)[None, :]
         mask = inside(row // 4, col, tl.arange(0, BM // 4), pitch, (K + 15) // 16 * 16, BK, WHOLE)
         tl.store(at, tl.trans(words), mask=tl.trans(mask))
-        # Store the scales: e8m0 column by column, fp32 with the columns contiguous.
+        # Store the scales: of a tile, and 1 after the last; e8m0 column by column, fp32 with the columns contiguous.
         scale = tl.reshape(scale, [BM // G, BK])
         block = tl.arange(0, BM // G)
-        if scales.dtype.element_ty == tl.uint8:
+        if CAST[3]:
+            i = row // G + tl.arange(0, 4)
+            of_tile = i == row // G
+            here = of_tile | ((row // G == count - 1) & (i < (count + 3) // 4 * 4))
+            at = scales + ((col // BK).to(tl.int64) * ((count + 3) // 4 * 4) + i)
+            bits = tl.max(scale.to(tl.int32, bitcast=True))  # equal everywhere; NaN keeps its pattern
+            tl.store(at, tl.where(of_tile, bits, ONE_BITS).to(tl.float32, bitcast=True), mask=here & (col < K))
+        elif scales.dtype.element_ty == tl.uint8:
             byte = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
             at = scales + (col.to(tl.int64) * count + row // G) + (tl.arange(0, BK)[None, :] * count + block[:, None])
             tl.store(at, byte, mask=inside(row // G, col, block, count, K, BK, WHOLE))
