@@ -82,9 +82,9 @@ TIMED: dict[Kernel, tuple[str, str]] = {
 }
 #: the fused kernels as they are now, without outputs that nothing reads
 NOW = {
-    "rmsnorm": Kernel("rmsnorm_tile blockwise", 16, 6),
-    "gated_mlp": Kernel("swiglu blockwise codes only", 16, 6),
-    "swiglu_backward": Kernel("swiglu_backward blockwise codes only", 32, 10),
+    "rmsnorm": Kernel("rmsnorm_tile blockwise codes only", 8, 4),
+    "gated_mlp": Kernel("swiglu blockwise codes only", 8, 6),
+    "swiglu_backward": Kernel("swiglu_backward blockwise codes only", 8, 10),
 }
 CAST_OF_TENSOR = Kernel("cast tensor both, scale given", 8, 4)
 RESULTS_IN_U = {"rmsnorm": 2.0, "gated_mlp": 3.0, "swiglu_backward": 6.0}  # of 16 bits, in both norms or in one MLP
