@@ -112,11 +112,14 @@ def pair(home: Path, kind: str, cfg: Config, seed: int, recipe: str = "blockwise
     return [fork(home, f"{kind}-{side}-seed-{seed}", cfg, seed, words) for side, words in sides.items()]
 
 
-def lora(home: Path, seed: int) -> list[Unit]:
-    words = ("lora.rank=16", "lora.alpha=32")
+LORA = ("lora.rank=16", "lora.alpha=32")
+_FP8_BASE = (*LORA, BLOCKWISE, "model.load_in_fp8=blockwise")
+LORA_SIDES = {"high": LORA, "fp8": _FP8_BASE, "fwd": (*_FP8_BASE, "fp8.fwd=bf16")}
+
+
+def lora(home: Path, seed: int, sides: Iterable[str]) -> list[Unit]:
     cfg = config(SHORT, "2e-4", "instructions")
-    sides = {"high": words, "fp8": (*words, BLOCKWISE, "model.load_in_fp8=blockwise")}
-    return [fork(home, f"lora-{side}-seed-{seed}", cfg, seed, of_side) for side, of_side in sides.items()]
+    return [fork(home, f"lora-{side}-seed-{seed}", cfg, seed, LORA_SIDES[side]) for side in sides]
 
 
 def units(home: Path) -> list[Unit]:
@@ -168,10 +171,12 @@ def forks(home: Path) -> Iterator[Unit]:
     yield from recipe_forks(home, cfg, 0)
     yield from part_forks(home, short, 0)
     for seed in range(SEEDS):
-        yield from lora(home, seed)
+        yield from lora(home, seed, ("high", "fp8"))
     yield from setting_forks(home, cfg, FAST, (0,))
     yield from (fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,)) for seed in (1, 2))
     yield from setting_forks(home, cfg, TILES, (0,))
+    for seed in range(SEEDS):
+        yield from lora(home, seed, ("fwd",))
     yield from part_forks(home, short, 1, CAUSES)
     yield from setting_forks(home, cfg, TILES, (1, 2))
     yield fork(home, "blockwise-seed-3", cfg, 3, (BLOCKWISE,))
@@ -273,6 +278,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
         ),
         ("forks on instructions", "blockwise", "instructions-blockwise", "instructions-high", 0),
         (f"LoRA, after {SHORT} steps", "FP8 base", "lora-fp8", "lora-high", 0),
+        (f"LoRA, after {SHORT} steps", "FP8 base, fwd in high precision", "lora-fwd", "lora-high", 0),
         ("forks, learning rate 2e-5", "blockwise", "slow-blockwise", "slow-high", STEPS),
         (f"forks, after {LONG} steps", "blockwise", "long-blockwise", "long-high", LONG),
         (f"forks, after {LONG} steps", "rowwise", "long-rowwise", "long-high", LONG),
