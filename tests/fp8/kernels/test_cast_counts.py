@@ -14,17 +14,20 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[3]
 BOUNDS = {
-    "1x128 both": 980,
+    "1x128 both": 655,
+    "1x128 both, edges": 670,
     "tensor both": 640,
+    "tensor both, edges": 650,
     "1x128 columns": 600,
     "1x128 rows": 320,
-    "1x32 e8m0 both": 1090,
+    "1x32 e8m0 both": 1145,
     "row both": 670,
     "tensor rows": 290,
     "128x128 both": 590,
 }
-"""Instructions a thread on Hopper, forms in whole tiles: 32 values for rows alone, 64 for all others. Of Triton 3.6.0
-and 3.7.1 the larger count, and 3 % for the next compiler."""
+"""Instructions a thread on Hopper, of edge forms for tiles inside the matrix: 32 values for rows only and for two casts
+of 1x128, 64 for all others. The count of Triton 3.7.1 (3.6.0 where it is larger), and 3 % for the next compiler."""
+COPY = 17.1  # bytes a clock and multiprocessor at the speed of a copy on an H200
 
 READ = """
 import json, re, sys
@@ -39,6 +42,8 @@ for v in cast.variants():
     ptx, values = compiled.asm["ptx"], v.constants["TR"] * v.constants["TC"] // (32 * v.num_warps)
     rows[v.name.removeprefix("cast ")] = {
         "executed": sass.disassembled(compiled.asm["cubin"]).executed(),
+        "warps": v.num_warps,
+        "tile": v.constants["TR"] * v.constants["TC"],
         "values": values,
         "conversions": len(re.findall("cvt.rn.satfinite.e4m3x2.f32", ptx)),
         "other conversions": len(re.findall("f16|ftz", ptx)),
@@ -59,8 +64,16 @@ def test_casts_stay_within_instruction_bounds() -> None:
     assert rows.keys() == BOUNDS.keys()
     over = {name: row["executed"] for name, row in rows.items() if row["executed"] > BOUNDS[name]}
     assert not over, f"more instructions than {BOUNDS}: {over}"
+    for name in ("1x128 both", "1x128 both, edges"):
+        row = rows[name]
+        # A multiprocessor issues 4 instructions of warps a clock; bf16 is read, and two codes are written.
+        share = (row["executed"] * row["warps"] / 4) / (row["tile"] * 4 / COPY)
+        resident = 65536 // (row["registers"] * 32 * row["warps"]) * row["warps"]
+        assert share <= 0.70 and resident >= 32, (name, share, resident)
     for name, row in rows.items():
         assert not row["spill"] and row["registers"] <= 128 and not row["st.shared.b8"], name
+        if name.endswith("edges"):  # two paths, of which a tile takes one
+            continue
         assert row["ld.global.v4.b32"] == row["values"] // 8 and not row["other conversions"], name
         if name.startswith("1x128 ") and name != "1x128 columns":
             layouts = 2 if name.endswith("both") else 1

@@ -11,7 +11,8 @@ which launches run::
 Tiles are chosen such that stores fill lines of 128 bytes, or half of one, and a multiprocessor has several programs
 whose loads, arithmetic and stores overlap: 64 x 128 for two layouts at once, 128 x 128 where blocks of 128 in both
 dimensions need it; 32 x 128 for rows only, 128 x 64 for columns only; for whole rows, rows of 4096 values together. 64
-values of a thread share its addresses; a program has 4 warps, so that more programs fit, unless the tile is 128 x 128.
+values of a thread share its addresses; a program has 4 warps, so that more programs fit, unless the tile is 128 x 128:
+:data:`TILES_OF_TWO` has its two candidates, and ``octavo bench cast`` times both.
 """
 
 from __future__ import annotations
@@ -57,14 +58,22 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
+TILES_OF_TWO = {warps: Tile(128, 128, warps, registers=1024 // warps) for warps in (16, 8)}
+"""Tiles for two casts with blocks of 128 in both dimensions, by warps; two programs fit a multiprocessor. 16 warps need
+more instructions in all, but twice the warps hide the time between load and store. The first is the default."""
+
+
 def quantize(x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
     """See ``Backend.quantize``."""
     return _cast(x, ((spec, contract),))[0]
 
 
-def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
-    """See ``Backend.quantize_both``: one pass over x, or two where whole rows, columns or the tensor share a scale."""
-    first, second = _cast(x, ((row, 1), (col, 0)))
+def quantize_both(x: Tensor, row: CastSpec, col: CastSpec, tile: Tile | None = None) -> tuple[Quantized, Quantized]:
+    """See ``Backend.quantize_both``: one pass over x, or two where whole rows, columns or the tensor share a scale.
+
+    ``tile``: another than the default, such as one of :data:`TILES_OF_TWO`, to measure it.
+    """
+    first, second = _cast(x, ((row, 1), (col, 0)), tile=tile)
     return first, second
 
 
@@ -85,8 +94,10 @@ def quantize_with_scale(
     return _cast(x, tuple((spec, contract) for contract in contracts), scale, amax)
 
 
-def _cast(x: Tensor, jobs: Jobs, scale: Tensor | None = None, amax: Tensor | None = None) -> list[Quantized]:
-    outs = run(cast.as_matrix(x), jobs, scale, amax)
+def _cast(
+    x: Tensor, jobs: Jobs, scale: Tensor | None = None, amax: Tensor | None = None, tile: Tile | None = None
+) -> list[Quantized]:
+    outs = run(cast.as_matrix(x), jobs, scale, amax, tile=tile)
     # A view may change the strides of dimensions of size 1, which layout.is_k_major reads: a matrix keeps its own.
     if x.dim() != 2:
         outs = [out._replace(data=out.data.view(x.shape)) for out in outs]
@@ -99,21 +110,22 @@ def run(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     groups: Groups | None = None,
+    tile: Tile | None = None,
 ) -> list[CastBuffers]:
     """Cast x [rows, columns], or a batch of such, for one contraction, or for 1 and 0 in that order.
 
     ``scale``, ``amax`` [row blocks, column blocks], fp32, contiguous: given by the caller, for one spec.
     ``groups``: rows belong to experts, and "all rows" of a block means all rows of an expert; the scale of such a block
-    is [experts, column blocks]. Raises CastError for a block that no tile can hold.
+    is [experts, column blocks]. ``tile``: another than the default. Raises CastError for a block that no tile can hold.
     """
     # Contiguous columns: cast the transpose, whose rows are contiguous.
     if groups is None and x.stride(-1) != 1 and x.stride(-2) == 1:
         flip = [None if t is None else t.mT.contiguous() for t in (scale, amax)]
         jobs_of_transpose = tuple((_transpose(spec), 1 - contract) for spec, contract in reversed(jobs))
-        outs = run(x.mT, jobs_of_transpose, flip[0], flip[1])
+        outs = run(x.mT, jobs_of_transpose, flip[0], flip[1], tile=tile)
         return [o._replace(data=o.data.mT, scale=o.scale.mT) for o in reversed(outs)]
     experts = None if groups is None else groups.experts
-    plan = _plan(x.shape, x.stride(), jobs, scale is not None, amax is not None, experts)
+    plan = _plan(x.shape, x.stride(), jobs, scale is not None, amax is not None, experts, tile)
     laid = [allocate_shapes(place, x.device) for place in plan.rooms]
     if not x.numel():
         for out, (spec, _) in zip(laid, jobs, strict=True):
@@ -155,14 +167,22 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(
-    shape: torch.Size, strides: tuple[int, ...], jobs: Jobs, scale_given: bool, amax_given: bool, experts: int | None
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    jobs: Jobs,
+    scale_given: bool,
+    amax_given: bool,
+    experts: int | None,
+    tile: Tile | None,
 ) -> Plan:
     """Computed once for all layers and steps that cast a matrix of this geometry."""
     for spec, _ in jobs:
         if spec.block not in _WHOLE and not all(side in SIDES for side in spec.block):
             raise CastError(f"Triton has no cast for blocks of {spec}: sides are {SIDES} or whole; use the reference.")
     batch, rows, cols = _batch_sizes(shape)
-    tile = _tile(jobs, rows, cols, amax_given)
+    tile = tile or _tile(jobs, rows, cols, amax_given)
+    steps = _batch_strides(shape, strides)
+    unit, even = _access(batch, rows, cols, steps)
     forms: list[Facts | None] = [None, None]
     rooms, numbers, longer = [], [], []
     down, across = round_up(rows, layout.ALIGN), round_up(cols, layout.ALIGN)
@@ -172,16 +192,13 @@ def _plan(
         if not (within or amax_given or spec.block in longer):
             longer.append(spec.block)
         by_expert = experts is not None and spec.block[0] == -1
-        forms[contract] = facts(spec, within, scale_given, not by_expert, place.padding)
+        forms[contract] = facts(spec, within, scale_given, not by_expert, place.padding, not unit)
         rooms.append(place)
         numbers.append((place.strides[-1 - contract], math.prod(place.scales[-2:]), *place.steps[-2:]))
         # Scales may be padded further than codes: some tiles then write only scales.
         down = max(down, _extent(rows, spec.block[0], place.padding[0]))
         across = max(across, _extent(cols, spec.block[1], place.padding[1]))
-    steps = _batch_strides(shape, strides)
-    unit, even = _access(batch, rows, cols, steps)
-    # The unmasked path loads four rows as four tiles, which blocks of one row in the other layout do not allow.
-    inside = unit and tile.rows % 4 == 0 and (forms[0] is None or forms[0].rows != 1)
+    inside = unit and tile.rows % 4 == 0
     whole = experts is None and (down, across) == (rows, cols) and rows % tile.rows == cols % tile.cols == 0
     edges = inside and not whole
     across = ceil_div(across, tile.cols)
@@ -196,7 +213,7 @@ def _plan(
         "EDGES": edges,
     }
     constants |= {"TR": tile.rows, "TC": tile.cols, "num_warps": tile.warps}
-    constants["maxnreg"] = 128 if edges else tile.registers  # ragged tiles are few and may spill
+    constants["maxnreg"] = _register_cap(tile, even, edges)
     grid = ceil_div(down, tile.rows) * across, batch
     return Plan(tuple(rooms), tuple(longer), grid, (*steps, rows, cols, across), tuple(numbers), constants)
 
@@ -211,10 +228,23 @@ def _batch_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, i
     return (shape[0] * strides[0] if len(shape) == 2 else strides[0]), strides[-2], strides[-1]
 
 
-def facts(spec: CastSpec, from_tile: bool, scale_given: bool, write_scale: bool, padding: tuple[int, int]) -> Facts:
-    """Return the constant that describes a cast to the kernel."""
-    e5m2, e8m0 = spec.format == "e5m2", spec.scale == "e8m0"
-    return Facts(*spec.block, spec.scale != "fp32", e5m2, e8m0, write_scale, from_tile, scale_given, *padding)
+def facts(
+    spec: CastSpec, from_tile: bool, scale_given: bool, write_scale: bool, padding: tuple[int, int], scattered: bool
+) -> Facts:
+    """Return the constant that describes a cast to the kernel; ``scattered``: rows of x are not contiguous."""
+    return Facts(
+        *spec.block,
+        pow2=spec.scale != "fp32",
+        e5m2=spec.format == "e5m2",
+        e8m0=spec.scale == "e8m0",
+        write_scale=write_scale,
+        from_tile=from_tile,
+        scale_given=scale_given,
+        pad_rows=padding[0],
+        pad_cols=padding[1],
+        # Kernels that move single bytes through shared memory: scales of e8m0, or codes of values loaded one by one.
+        integers=spec.scale == "e8m0" or scattered,
+    )
 
 
 def _transpose(spec: CastSpec) -> CastSpec:
@@ -235,9 +265,18 @@ def _tile(jobs: Sequence[Job], rows: int, cols: int, amax_given: bool) -> Tile:
         height, width = (32, 128) if contract == 1 else (128, 64)
     height = max(height, *(s.block[0] for s, _ in jobs))
     width = max(width, *(s.block[1] for s, _ in jobs))
-    if height * width > 8192:
-        return Tile(height, width, 8, registers=128)  # two programs a multiprocessor; fits without spilling
-    return Tile(height, width, 4)
+    if height * width <= 8192:
+        return Tile(height, width, 4)
+    # Divisions by scales that are no powers of two need the registers of 8 warps.
+    casts = {(spec.format, spec.block, spec.scale == "fp32") for spec, _ in jobs}
+    return TILES_OF_TWO[16 if len(casts) == 2 and not any(divides for *_, divides in casts) else 8]
+
+
+def _register_cap(tile: Tile, even: int, edges: bool) -> int | None:
+    """Return the most registers a thread may take, or None for no limit."""
+    if tile == TILES_OF_TWO[16] and even >= 8:
+        return None  # loads of 16 bytes keep to 64 registers without a cap, which would cost 3 % more instructions
+    return tile.registers or (128 if edges and tile.warps < 16 else None)
 
 
 def _fits(block: tuple[int, int], tile: Tile, rows: int, cols: int, experts: int | None) -> bool:
