@@ -64,12 +64,10 @@ def _cast(bench: Bench, m: int, k: int, recipe: Recipe, backend: str, which: str
 
 
 def _cast_with_8_warps(bench: Bench, m: int, k: int, recipe: Recipe) -> Call:
-    from octavo.fp8.kernels.triton_kernels import cast
-
     assert recipe.fwd is not None and recipe.wgrad is not None
     row, col = recipe.fwd.a, recipe.wgrad.b
     inputs = Rotation(lambda: bench.randn(m, k))
-    return lambda: cast.quantize_both(inputs(), row, col, tile=cast.TILES_OF_TWO[8])
+    return lambda: kernels.quantize_both_by_warps(inputs(), row, col, 8)
 
 
 def _run_fused(bench: Bench, m: int, k: int) -> None:

@@ -13,11 +13,17 @@ from octavo.fp8.kernels.self_check import (
     installed_versions,
     run_checks,
 )
-from octavo.fp8.kernels.triton_backend import PagedKernels, paged_kernels, why_not_paged, why_not_rows
+from octavo.fp8.kernels.triton_backend import (
+    PagedKernels,
+    paged_kernels,
+    quantize_both_by_warps,
+    why_not_paged,
+    why_not_rows,
+)
 
 __all__ = [
     "ALIGN", "BACKENDS", "Backend", "BackendError", "CudaGraph", "Graph", "Groups", "PAGED_CHUNK", "PagedKernels",
     "Selection", "SelfCheckError", "TESTED", "adamw_checks", "assume_constant_weights", "find_untested",
-    "forbid_synchronization", "get", "installed_versions", "names", "padded_sizes", "paged_kernels", "run_checks",
-    "select", "why_not_paged", "why_not_rows",
+    "forbid_synchronization", "get", "installed_versions", "names", "padded_sizes", "paged_kernels",
+    "quantize_both_by_warps", "run_checks", "select", "why_not_paged", "why_not_rows",
 ]  # fmt: skip
