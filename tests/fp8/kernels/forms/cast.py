@@ -47,10 +47,20 @@ def variants() -> list[Variant]:
         results.append(form(f"cast {name} rows, edges", lambda x, r=row: cast.quantize(x, r), EDGES))
         results.append(form(f"cast {name} columns", lambda x, c=col: cast.quantize(x, c, 0)))
         results.append(form(f"cast {name} columns, edges", lambda x, c=col: cast.quantize(x, c, 0), EDGES))
-    row, col = SPECS["row"]
     for shape in (EVEN, EDGES, (8192, 12288), (8192, 1024)):
         name = f"rows and maxima, {shape[0]} x {shape[1]}"
-        results.append(form(name, lambda x, r=row, c=col: cast.quantize_both(x, r, c), shape, 0))
+        results.append(form(name, lambda x: cast.quantize_both(x, *SPECS["row"]), shape, 0))
+    # Loads of 8 bytes, of single values, and blocks of one row in both layouts.
+    row, col = SPECS["1x128"]
+    results.append(form("cast 1x128 both, 3420 wide", lambda x: cast.quantize_both(x, row, col), (8200, 3420)))
+    results.append(form("cast 1x128 both, 8 warps", lambda x: cast.quantize_both(x, row, col, 8)))
+    short = CastSpec("e4m3", (1, 16))
+    results.append(form("cast 1x16 both", lambda x: cast.quantize_both(x, short, short)))
+    for name in ("1x128", "row"):
+        pair = SPECS[name]
+        strided = f"cast {name} both, strided" if name != "row" else "rows and maxima, strided"
+        results.append(form(strided, lambda x, p=pair: cast.quantize_both(x[:, ::2], *p), EDGES, 0))
+        results.append(form(f"cast {name} rows, strided", lambda x, s=pair[0]: cast.quantize(x[:, ::2], s), EDGES))
     results.append(form("cast row rows, 18944 long", lambda x: cast.quantize(x, SPECS["row"][0]), LONG))
     for name in ("tensor", "tensor e5m2"):
         spec = SPECS[name][0]
