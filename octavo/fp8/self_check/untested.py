@@ -6,8 +6,8 @@ depends only on what the kernels compute, not on version numbers. If a kernel di
 with a :class:`SelfCheckError` that has the kernel, the coordinate, both values and the fix.
 
 Each kernel is checked once per device, driver, torch, Triton and digest of the kernel sources. ``self_check.json`` in
-the cache folder (``OCTAVO_CACHE``, by default ``octavo`` in the user's cache folder) records the checks that passed, and
-the kernels that differed: these are checked again at each start, with tested versions, too, and plans name them.
+the cache folder (``OCTAVO_CACHE``, by default ``octavo`` in the user's cache folder) records the checks that passed
+and the kernels that differed: these are checked again at each start, with tested versions, too, and plans name them.
 ``octavo doctor`` checks all kernels of a GPU with any version. No further check begins after :data:`LIMIT_S`; the
 remaining checks run first at the next start. Checks never run during a capture or a compilation, and only on the first
 rank of a node.
