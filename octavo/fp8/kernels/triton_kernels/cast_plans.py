@@ -143,7 +143,7 @@ def plan_cast(
         "EDGES": edges,
     }
     constants |= {"TR": tile.rows, "TC": tile.cols, "num_warps": tile.warps}
-    constants["maxnreg"] = _register_cap(tile, even, edges)
+    constants["maxnreg"] = _register_cap(tile, jobs, even, edges)
     grid = ceil_div(down, tile.rows) * across, batch
     return Plan(tuple(rooms), tuple(longer), grid, (*steps, rows, cols, across), tuple(numbers), constants)
 
@@ -205,10 +205,11 @@ def _tile_of_rows(cols: int) -> Tile:
     return Tile(height, width, min(16, max(4, height * width // 1024)))
 
 
-def _register_cap(tile: Tile, even: int, edges: bool) -> int | None:
+def _register_cap(tile: Tile, jobs: Jobs, even: int, edges: bool) -> int | None:
     """Return the most registers a thread may take, or None for no limit."""
-    if tile == TILES_OF_TWO[16] and even >= 8:
-        return None  # loads of 16 bytes keep to 64 registers without a cap, which would cost 3 % more instructions
+    square = any(1 not in spec.block for spec, _ in jobs)
+    if tile == TILES_OF_TWO[16] and even >= 8 and not (square and edges):
+        return None  # it keeps to 64 registers without a cap, which would cost 3 % more instructions
     return tile.registers or (128 if edges and tile.warps < 16 else None)
 
 

@@ -39,6 +39,9 @@ def variants() -> list[Variant]:
     square = CastSpec("e4m3", (128, 128))
     results = [form("cast 128x128 rows", lambda x: cast.quantize(x, square))]
     results.append(form("cast 128x128 both", lambda x: cast.quantize_both(x, square, square)))
+    mixed = (SPECS["1x128"][0], square)
+    results.append(form("cast 1x128 and 128x128", lambda x: cast.quantize_both(x, *mixed)))
+    results.append(form("cast 1x128 and 128x128, edges", lambda x: cast.quantize_both(x, *mixed), EDGES))
     for name, (row, col) in SPECS.items():
         if name != "row":  # whose layouts are two launches
             results.append(form(f"cast {name} both", lambda x, r=row, c=col: cast.quantize_both(x, r, c)))
