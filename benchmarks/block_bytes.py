@@ -10,12 +10,14 @@ generating code: no GPU is needed, and nothing is timed. The unit is u = tokens 
                 may differ a little
     operators   what Octavo's casts and fused operators must read and write (a norm's second read of x is not counted)
 
-GEMMs and attention are left out: both columns hold what FP8 adds to them or saves.
+GEMMs and attention are left out: both columns hold what FP8 adds to them or saves. Of a candidate's generated kernels
+the result file has the bytes by the modules whose code they compute, forward and backward.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,18 +25,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.scheduler import BaseSchedulerNode
 
 from octavo import fp8
 from octavo.bench import record
 
 TOKENS, HIDDEN, KV, WIDTH, HEAD = 1024, 512, 128, 1536, 128  # 8B: 4096, 1024, 12288, 128
 UNIT = TOKENS * HIDDEN * 2
-CANDIDATES: dict[str, dict[str, Any] | None] = {
+CANDIDATES: dict[str, dict[str, str] | None] = {
     "bf16": None,
     "blockwise": {"recipe": "blockwise"},
     "blockwise fused": {"recipe": "blockwise", "fuse": "on"},
     "tensorwise": {"recipe": "tensorwise"},
     "tensorwise fused": {"recipe": "tensorwise", "fuse": "on"},
+    "rowwise": {"recipe": "rowwise"},
+    "rowwise fused": {"recipe": "rowwise", "fuse": "on"},
 }
 
 
@@ -57,9 +62,14 @@ def decoder_block() -> tuple[nn.Module, Callable[[Callable[..., Tensor]], Callab
     return block, bind
 
 
-def count(policy: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the bytes of a block, forward and backward, in u: ``generated``, ``operators`` and their ``sum``, and in
-    ``calls`` how often each operator runs. Raises RuntimeError if the block is more than one graph each way."""
+def count(policy: dict[str, str] | None) -> dict[str, Any]:
+    """Return the bytes of a block, forward and backward, in u: ``generated``, ``operators`` and their ``sum``; how
+    often each operator runs (``calls``), the bytes of those that move some (``moved``), and the bytes of the generated
+    kernels by the modules that they compute (``kernels``), largest first.
+
+    Raises:
+        RuntimeError: the block is more than one graph each way.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -69,12 +79,12 @@ def count(policy: dict[str, Any] | None) -> dict[str, Any]:
     if policy is not None:
         options = dict(policy)
         fp8.apply(block, fp8.plan(block, fp8.Policy(options.pop("recipe"), **options)))
-    generated, operators, calls = [], 0, Counter[str]()
+    graphs: list[Counter[str]] = []
+    calls, moved = Counter[str](), Counter[str]()
 
     def look(module: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
-        nonlocal operators
-        generated.append(_kernel_bytes(module, inputs))
-        operators += _operator_bytes(module, calls)
+        graphs.append(_kernel_bytes(module, inputs))
+        _add_operators(module, calls, moved)
         return make_boxed_func(module.forward)
 
     torch._dynamo.reset()
@@ -84,15 +94,26 @@ def count(policy: dict[str, Any] | None) -> dict[str, Any]:
     compiled = torch.compile(bind(block), backend=backend, fullgraph=True, dynamic=False)
     compiled(torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
     torch._dynamo.reset()
-    if len(generated) != 2:
-        raise RuntimeError(f"The block has {len(generated)} graphs, forward and backward; 2 were expected.")
-    figures = {"generated": sum(generated) / UNIT, "operators": operators / UNIT}
+    if len(graphs) != 2:
+        raise RuntimeError(f"The block has {len(graphs)} graphs, forward and backward; 2 were expected.")
+    kernels = {
+        f"{way}: {name}": size
+        for way, sizes in zip(("forward", "backward"), graphs, strict=True)
+        for name, size in sizes.most_common()
+    }
+    figures = {"generated": sum(kernels.values()) / UNIT, "operators": sum(moved.values()) / UNIT}
     figures["sum"] = sum(figures.values())
-    return {**{name: round(value, 2) for name, value in figures.items()}, "calls": dict(sorted(calls.items()))}
+    return {
+        **{name: round(value, 2) for name, value in figures.items()},
+        "calls": dict(sorted(calls.items())),
+        "moved": {name: round(size / UNIT, 2) for name, size in sorted(moved.items())},
+        "kernels": {name: round(size / UNIT, 2) for name, size in kernels.items()},
+    }
 
 
-def _kernel_bytes(module: torch.fx.GraphModule, inputs: Sequence[object]) -> int:
-    """Return the bytes that Inductor's own kernels of a graph read and write, after it has fused them."""
+def _kernel_bytes(module: torch.fx.GraphModule, inputs: Sequence[object]) -> Counter[str]:
+    """Return the bytes that Inductor's own kernels of a graph read and write, after it has fused them, by the modules
+    that they compute."""
     from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
@@ -106,15 +127,26 @@ def _kernel_bytes(module: torch.fx.GraphModule, inputs: Sequence[object]) -> int
         with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
             graph.run(*inputs)
             graph._update_scheduler()
-            nodes = graph.scheduler.nodes
-            return sum(
-                node.get_read_write_buffers_sizes() for node in nodes if not isinstance(node, ExternKernelSchedulerNode)
-            )
+            sizes = Counter[str]()
+            for node in graph.scheduler.nodes:
+                if not isinstance(node, ExternKernelSchedulerNode):
+                    sizes[_modules(node)] += node.get_read_write_buffers_sizes()
+            return sizes
 
 
-def _operator_bytes(module: torch.fx.GraphModule, calls: Counter[str]) -> int:
-    """Return the bytes that Octavo's operators of a graph must move apart from their GEMMs; add them to ``calls``."""
-    total = 0
+def _modules(kernel: BaseSchedulerNode) -> str:
+    """Return the names in the block of the modules that a kernel of Inductor computes."""
+    names = set()
+    for node in kernel.get_nodes():
+        for origin in node.node.origins if node.node is not None else ():
+            stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack") or {}
+            path, _ = next(reversed(stack.values()), ("", None))
+            names.add(re.sub(r"^L\['\w+'\]\.?", "", path) or "block")
+    return " + ".join(sorted(names)) or "block"
+
+
+def _add_operators(module: torch.fx.GraphModule, calls: Counter[str], moved: Counter[str]) -> None:
+    """Add Octavo's operators of a graph to ``calls``, and the bytes they must move, without GEMMs, to ``moved``."""
     for node in module.graph.nodes:
         library, _, name = str(node.target).removesuffix(".default").partition(".")
         if node.op != "call_function" or library != "octavo":
@@ -122,14 +154,13 @@ def _operator_bytes(module: torch.fx.GraphModule, calls: Counter[str]) -> int:
         calls[name] += 1
         read, written = [_bytes(argument) for argument in node.args], _bytes(node)
         if name in ("cast", "rmsnorm"):
-            total += read[0] + written
+            moved[name] += read[0] + written
         elif name == "swiglu_backward":
-            total += sum(read[:3]) + written
+            moved[name] += sum(read[:3]) + written
         elif name == "gated_mlp":
             # Its SwiGLU reads gate and up, and writes the codes of h for fwd, which the operator keeps, and for wgrad.
             _, gate, up, *codes = node.meta["val"]
-            total += _bytes((gate, up, *codes)) + gate.numel() + gate.numel() // 128 * 4
-    return total
+            moved[name] += _bytes((gate, up, *codes)) + gate.numel() + gate.numel() // 128 * 4
 
 
 def _bytes(value: object) -> int:

@@ -14,7 +14,7 @@ benchmarks/results/smollm2_units.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import smollm2_equal as equal
@@ -26,11 +26,13 @@ from unit import Unit
 from units import bare
 
 from octavo.config import Config, load_config_text
+from octavo.config.config import PRESETS
 
 STEPS, SHORT, LONG = 100, 40, 300
 WATCHED = (25, 40, 50, 200)
 FEW, MANY = 24, 48  # held-out windows at a look, and at the end
 FORK = 0.0015  # the bar, as a share of the loss
+SAME = 0.0005  # of two recipes of which one shall replace the other
 SEEDS, GOAL_SEEDS = 4, 3  # of the goal a fourth comes after one seed of everything
 LR = "5e-5"
 FIRST_LAST = tuple(f"**.layers.{number}.**" for number in (0, 1, 28, 29))
@@ -68,9 +70,13 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 #: settings that were chosen from the costs at equal weights, where the forward causes all of the gap and attention half
 GOAL, HALF = "blockwise, fwd in high precision", "blockwise, attention in high precision"
+TILES = "blockwise_2d, fwd in high precision"  # compared with GOAL, of which it differs in wgrad
+FAST = "blockwise, preset fast"  # compiled blocks are left out: they compute the same, and take minutes here
 SETTINGS: dict[str, tuple[str, ...]] = {
     GOAL: (BLOCKWISE, rules('match: "**.layers.**", fwd: bf16')),
+    TILES: ("fp8.recipe=blockwise_2d", rules('match: "**.layers.**", fwd: bf16')),
     HALF: (BLOCKWISE, without("**.self_attn.*")),
+    FAST: (BLOCKWISE, *(f"{s}.{key}={value}" for (s, key), value in PRESETS["fast"].items() if key != "compile")),
 }
 RECIPES = ("rowwise", "tensorwise", "mxfp8", "delayed")
 
@@ -153,27 +159,36 @@ LAYERS: dict[str, tuple[list[str], list[str]]] = {
 
 def forks(home: Path) -> Iterator[Unit]:
     cfg, short = config(STEPS), config(SHORT)
-    # Three seeds of the goal, then one seed of everything, then the other seeds.
+    # Three seeds of the goal, one seed of each recipe and part, LoRA, blockwise, and then other settings and seeds.
     for seed in range(GOAL_SEEDS):
         yield from goal_forks(home, cfg, seed)
+    yield fork(home, "blockwise-seed-0", cfg, 0, (BLOCKWISE,))
+    yield from recipe_forks(home, cfg, 0)
+    yield from part_forks(home, short, 0)
     for seed in range(SEEDS):
-        yield fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,))
-        yield from recipe_forks(home, cfg, seed)
-        if seed < 2:
-            yield from part_forks(home, short, seed)
         yield from lora(home, seed)
-        yield fork(home, f"{folder_name(HALF)}-seed-{seed}", cfg, seed, SETTINGS[HALF])
-        if seed < 2:
-            yield fork(home, f"torchao-seed-{seed}", cfg, seed, (), ("smollm2_equal", "plant_torchao", "tensorwise"))
-            yield from pair(home, "instructions", config(STEPS, LR, "instructions"), seed)
-        if seed == 0:
-            yield from other_settings(home)
-            yield from goal_forks(home, cfg, GOAL_SEEDS)
+    yield from setting_forks(home, cfg, FAST, (0,))
+    yield from (fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,)) for seed in (1, 2))
+    yield from setting_forks(home, cfg, TILES, range(GOAL_SEEDS))
+    yield fork(home, "blockwise-seed-3", cfg, 3, (BLOCKWISE,))
+    yield from peer_forks(home, cfg, 0)
+    yield from other_settings(home)
+    yield from goal_forks(home, cfg, GOAL_SEEDS)
+    yield from setting_forks(home, cfg, FAST, range(1, GOAL_SEEDS))
+    yield from part_forks(home, short, 1)
+    yield from peer_forks(home, cfg, 1)
+    for seed in range(1, SEEDS):
+        yield from recipe_forks(home, cfg, seed)
 
 
 def goal_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
     yield fork(home, f"high-seed-{seed}", cfg, seed)
-    yield fork(home, f"{folder_name(GOAL)}-seed-{seed}", cfg, seed, SETTINGS[GOAL])
+    yield from setting_forks(home, cfg, GOAL, (seed,))
+
+
+def setting_forks(home: Path, cfg: Config, setting: str, seeds: Iterable[int]) -> Iterator[Unit]:
+    for seed in seeds:
+        yield fork(home, f"{folder_name(setting)}-seed-{seed}", cfg, seed, SETTINGS[setting])
 
 
 def other_settings(home: Path) -> Iterator[Unit]:
@@ -187,6 +202,13 @@ def other_settings(home: Path) -> Iterator[Unit]:
 def recipe_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
     for recipe in RECIPES:
         yield fork(home, f"{recipe}-seed-{seed}", cfg, seed, (f"fp8.recipe={recipe}",))
+    yield from setting_forks(home, cfg, HALF, (seed,))
+
+
+def peer_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
+    """torchao's float8, and a pair on instructions."""
+    yield fork(home, f"torchao-seed-{seed}", cfg, seed, (), ("smollm2_equal", "plant_torchao", "tensorwise"))
+    yield from pair(home, "instructions", config(STEPS, LR, "instructions"), seed)
 
 
 def part_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
@@ -237,6 +259,13 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
         if values
     ]
     others = (
+        (
+            f"forks, after {STEPS} steps",
+            "blockwise_2d compared with blockwise, fwd in high precision",
+            folder_name(TILES),
+            folder_name(GOAL),
+            STEPS,
+        ),
         ("forks on instructions", "blockwise", "instructions-blockwise", "instructions-high", 0),
         (f"LoRA, after {SHORT} steps", "FP8 base", "lora-fp8", "lora-high", 0),
         ("forks, learning rate 2e-5", "blockwise", "slow-blockwise", "slow-high", STEPS),
@@ -245,7 +274,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
     )
     for design, what, name, high, step in others:
         if values := gaps(outcomes, name, high, step):
-            rows.append(row(design, what, values, FORK))
+            rows.append(row(design, what, values, SAME if high == folder_name(GOAL) else FORK))
     curves: dict[str, object] = {}
     for what, name in named.items():
         at = {0: _gap_before(outcomes, BEFORE.get(name, f"equal-{name}"))}
@@ -272,7 +301,7 @@ def _gap_before(outcomes: Outcomes, name: str) -> list[float]:
 
 
 #: forks whose unit without training has another name: it computes the same forward
-BEFORE = {folder_name(GOAL): equal.HIGH, folder_name(HALF): "layers-mlp"}
+BEFORE = {folder_name(GOAL): equal.HIGH, folder_name(TILES): equal.HIGH, folder_name(HALF): "layers-mlp"}
 
 
 def _equal(outcomes: Outcomes) -> list[dict[str, object]]:

@@ -44,6 +44,7 @@ class RecipeSpec:
         native: the lowest compute capability whose tensor cores multiply by such scales. Below it they are emulated.
         fastest_on: major compute capabilities for which it is the documented choice if nothing was measured.
         library_names: (library, its name for these casts), repeated if a library has several names.
+        variant: it differs from another recipe in part, and is not chosen unless it is named.
     """
 
     name: str
@@ -55,6 +56,7 @@ class RecipeSpec:
     native: tuple[int, int] = (8, 9)
     fastest_on: tuple[int, ...] = ()
     library_names: tuple[tuple[str, str], ...] = ()
+    variant: bool = False
 
     @property
     def layouts(self) -> int:
@@ -78,6 +80,7 @@ class RecipeSpec:
 
 
 _ALONG = (1, 128), (128, 128), (1, 128), (128, 128), (128, 1), (128, 1)
+_TILES = (*_ALONG[:5], (128, 128))
 _MX = (1, 32), (1, 32), (1, 32), (32, 1), (32, 1), (32, 1)
 _E4M3, _WITH_HYBRID, _HYBRID = ("e4m3",), ("e4m3", "hybrid"), ("hybrid", "e4m3")
 
@@ -98,6 +101,8 @@ _TABLE = (
     RecipeSpec(
         "blockwise", _ALONG, "pow2", _WITH_HYBRID, rank=0, fastest_on=(9,), library_names=(("Megatron", "blockwise"),)
     ),
+    # Blockwise with x of wgrad in tiles: cuBLAS multiplies 1x128 by 128x128 faster than 1x128 by 1x128.
+    RecipeSpec("blockwise_2d", _TILES, "pow2", _WITH_HYBRID, rank=5, variant=True),
     # OCP MX: blocks along each contraction. A block of 32 does not need the range of E5M2.
     RecipeSpec(
         "mxfp8", _MX, "e8m0", _E4M3, rank=1, native=(10, 0), fastest_on=(10, 11), library_names=(("Megatron", "mxfp8"),)
@@ -118,11 +123,11 @@ CURRENT_SCALING = tuple(name for name, spec in SPECS.items() if not spec.delayed
 """Recipes that scale by the current amax; a GEMM of another recipe may use their casts."""
 
 RANKED = tuple(sorted(NAMES, key=lambda name: SPECS[name].rank))
-CANDIDATES = tuple(name for name in RANKED if name in CURRENT_SCALING)
+CANDIDATES = tuple(name for name in RANKED if name in CURRENT_SCALING and not SPECS[name].variant)
 """The recipes that ``auto`` chooses among; on a tie, the first."""
 
-PER_TOKEN = tuple(name for name in CURRENT_SCALING if not SPECS[name].couples_rows)
-"""Recipes whose forward scales do not span tokens, the fastest first."""
+PER_TOKEN = tuple(name for name in NAMES if name in CANDIDATES and not SPECS[name].couples_rows)
+"""Recipes, without variants, whose forward scales do not span tokens, the fastest first."""
 
 COARSE_TO_FINE = tuple(name for name in reversed(CANDIDATES) if SPECS[name].is_native_on_all)
 """From coarse to fine: a GEMM that needs smaller blocks gets the next one."""

@@ -22,6 +22,7 @@ from octavo.fp8 import kernels
 
 # Recipes that more GPUs multiply natively come first, because a time budget drops the last ones.
 RECIPES = tuple(sorted(CANDIDATES, key=lambda name: SPECS[name].native))
+VARIANTS = tuple(name for name, spec in SPECS.items() if spec.variant)
 #: recipes with one layout of a weight, which a GPU may also keep transposed for dgrad; the compiled rows are limited to
 #: these
 SHARED = tuple(name for name in RECIPES if SPECS[name].layouts == 1)

@@ -4,7 +4,6 @@ Also forwards of few rows without gradients, as in decoding, whose time is deter
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,7 +26,6 @@ SHAPES = (
 SMALL = (("small", 80, 144), ("odd", 43, 72))
 DECODE_SHAPES = (("qwen3-8b gate", 12288, 4096), *SHAPES[2:4])
 TOKENS, FEW = 16384, 64
-SQUARE = 128
 ROWS, SMALL_ROWS = (1, 8, 32, 64), (1, 8)
 
 
@@ -37,27 +35,15 @@ def run(bench: Bench) -> None:
     for label, n, k in SMALL if bench.small else SHAPES:
         for gemm in GEMMS:
             candidates = {bench.high: partial(_make_plain_call, bench, gemm, m, n, k)}
-            for name in peers.RECIPES:
+            for name in (*peers.RECIPES, *(peers.VARIANTS if gemm == "wgrad" else ())):  # which differ in wgrad
                 for backend in peers.supported_backends(bench, name):
-                    recipe = fp8.recipe(name)
-                    candidates[f"{name} {backend}"] = partial(_make_fp8_call, bench, gemm, recipe, backend, m, n, k)
-                    if gemm == "wgrad" and (square := _square_inputs(recipe)) is not None:
-                        call = partial(_make_fp8_call, bench, gemm, square, backend, m, n, k)
-                        candidates[f"{name} {backend}, x in {SQUARE}x{SQUARE}"] = call
+                    call = partial(_make_fp8_call, bench, gemm, fp8.recipe(name), backend, m, n, k)
+                    candidates[f"{name} {backend}"] = call
             case = f"{label} {gemm} M={m} N={n} K={k}"
             bench.case("gemm", case, bench.high, candidates, Work(flops=2.0 * m * n * k))
     for label, n, k in SMALL[:1] if bench.small else DECODE_SHAPES:
         for rows in SMALL_ROWS if bench.small else ROWS:
             _run_decode(bench, label, rows, n, k)
-
-
-def _square_inputs(recipe: Recipe) -> Recipe | None:
-    """Return the recipe with x of wgrad in square blocks, whose scale is one number for a step of the contraction, or
-    None if its blocks are not strips of that length."""
-    casts = recipe.wgrad
-    if casts is None or casts.b.block != (SQUARE, 1):
-        return None
-    return replace(recipe, wgrad=replace(casts, b=replace(casts.b, block=(SQUARE, SQUARE))))
 
 
 def _run_decode(bench: Bench, label: str, m: int, n: int, k: int) -> None:

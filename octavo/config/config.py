@@ -1,16 +1,29 @@
-"""``Config``: all sections of a run (:mod:`octavo.config.sections.all_sections`), checked by the rules (``rules``)."""
+"""``Config``: all sections of a run (:mod:`octavo.config.sections.all_sections`), checked by the rules (``rules``), and
+the recipes and settings of a preset that follow from what is set."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationInfo, model_validator
 
-from octavo.base.recipe_specs import DEFAULT_RECIPE
+from octavo.base.recipe_specs import CURRENT_SCALING, DEFAULT_RECIPE
 from octavo.config.rules.general import check
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.model import for_foundation
-from octavo.config.sections.names import COMPONENTS, FROZEN, frozen_word
+from octavo.config.sections.names import COMPONENTS, FROZEN, canonical_name, frozen_word
+from octavo.config.yaml.document import Path
+
+#: preset -> the keys that it sets; the recipe of the head follows from the language model's
+PRESETS: Mapping[str, Mapping[Path, object]] = {
+    "fast": {
+        ("fp8", "fuse"): "on",
+        ("fp8", "lm_head"): {"recipe": DEFAULT_RECIPE},
+        ("optimizer", "states"): "fp8",
+        ("train", "compile"): True,
+    }
+}
 
 
 class Config(Sections):
@@ -20,7 +33,7 @@ class Config(Sections):
     @model_validator(mode="before")
     @classmethod
     def _fill_recipes(cls, data: Any) -> Any:
-        return with_recipes(data)
+        return with_preset(with_recipes(data))
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Config:
@@ -70,6 +83,41 @@ def _implied_recipes(data: dict[str, Any]) -> dict[str, str]:
     kinds = _raw(for_foundation(model.get("load_in_fp8"))) if isinstance(model, dict) else None
     words = {name: frozen_word(kind) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
     return {name: word for name, word in words.items() if isinstance(word, str) and word in FROZEN}
+
+
+def missing_settings(data: object) -> dict[Path, object]:
+    """Return the settings that the preset of a raw configuration adds to it: keys that it does not set.
+
+    A model in high precision (`recipe: off`) or with a plan file gets no settings of ``fp8``. Unknown presets and
+    malformed values add nothing; they are left to validation.
+    """
+    if not isinstance(data, dict) or not isinstance(name := data.get("preset"), str):
+        return {}
+    sections = {key: _raw(data.get(key) or {}) for key in ("fp8", "optimizer", "train")}
+    if not all(isinstance(section, dict) for section in sections.values()):
+        return {}
+    settings = dict(PRESETS.get(name, {}))
+    recipe = _recipe_of_language_model(sections["fp8"])
+    if recipe == "off" or sections["fp8"].get("plan") is not None:
+        settings = {path: value for path, value in settings.items() if path[0] != "fp8"}
+    elif recipe in CURRENT_SCALING and ("fp8", "lm_head") in settings:
+        settings["fp8", "lm_head"] = {"recipe": recipe}
+    return {path: value for path, value in settings.items() if path[1] not in sections[str(path[0])]}
+
+
+def with_preset(data: object) -> object:
+    """Return the raw configuration with the settings of its preset (:func:`missing_settings`)."""
+    settings = missing_settings(data)
+    for (section, key), value in settings.items():
+        assert isinstance(data, dict)
+        data = {**data, section: {**_raw(data.get(section) or {}), key: value}}
+    return data
+
+
+def _recipe_of_language_model(fp8: dict[str, Any]) -> object:
+    part = _raw(fp8.get("foundation"))
+    named = part.get("recipe") if isinstance(part, dict) else None
+    return canonical_name(named or fp8.get("recipe", DEFAULT_RECIPE))
 
 
 def _raw(value: Any) -> Any:

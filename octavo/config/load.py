@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.config.check import to_config
-from octavo.config.config import Config, whole_model_recipe
+from octavo.config.config import PRESETS, Config, missing_settings, whole_model_recipe, with_recipes
 from octavo.config.merge import Tree, apply_override, read_file, read_string
 from octavo.config.sections.names import RecipeName, canonical_name
 
@@ -58,7 +58,20 @@ def _load_tree(tree: Tree, overrides: Sequence[str], whole: bool = False) -> Con
     fp8 = tree.value.get("fp8")
     if whole and isinstance(fp8, dict) and fp8.get("plan") is None:
         fp8.setdefault("recipe", whole_model_recipe(tree.value))
+    _place_preset(tree)
     return to_config(tree)
+
+
+def _place_preset(tree: Tree) -> None:
+    """Let problems of settings that a preset adds name the preset; an override that adds nothing is a problem, as with
+    the config.yaml of a run, which sets every key."""
+    place, settings = tree.place(("preset",)), missing_settings(with_recipes(tree.value))
+    name = tree.value.get("preset")
+    if isinstance(name, str) and name in PRESETS and not settings and place.source in tree.overrides:
+        keys = ", ".join(f"{section}.{key}" for section, key in PRESETS[name])
+        reason = "it changes nothing, because explicit keys win and all of its keys are set"
+        tree.problem(place, "preset", reason, f"set them one by one ({keys}), or remove them from the file")
+    tree.places |= dict.fromkeys(settings, place)
 
 
 def _resolve_plan_override(tree: Tree) -> None:

@@ -18,5 +18,8 @@ def test_fused_block_moves_at_most_eighty_activations():
     rows = {row["candidate"]: row for row in json.loads(STORED.read_text())["rows"]}
     counted = block_bytes.count(block_bytes.CANDIDATES["blockwise fused"])
     assert counted["sum"] <= 80 and counted["sum"] == pytest.approx(rows["blockwise fused"]["sum"], abs=0.5)
-    assert counted["calls"] == rows["blockwise fused"]["calls"]
+    assert counted["calls"] == rows["blockwise fused"]["calls"] and counted["moved"] == rows["blockwise fused"]["moved"]
+    kernels = rows["blockwise fused"]["kernels"]
+    assert sum(kernels.values()) == pytest.approx(rows["blockwise fused"]["generated"], abs=0.1)
+    assert any("backward: " in name and "input_layernorm" in name for name in kernels)
     assert rows["bf16"]["sum"] < counted["sum"] < rows["blockwise"]["sum"] - 20

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo import bench
-from octavo.bench import Bench, peers, record, suite_decode, suite_gemm
+from octavo.bench import Bench, peers, record, suite_decode
 from octavo.bench.bench import BenchError, Work
 from octavo.bench.profiles import kernel_profile
 from octavo.bench.profiles.kernel_profile import KINDS, kind_of, own_kernels, profile_call, summarize
@@ -211,7 +211,7 @@ def test_share_of_the_bandwidth_bound() -> None:
 
 
 def test_wgrad_is_also_timed_with_square_blocks_of_x() -> None:
-    name = f"blockwise reference, x in {suite_gemm.SQUARE}x{suite_gemm.SQUARE}"
+    name = "blockwise_2d reference"
     result = bench.run(["gemm"], session("fp32", "blockwise reference", name, cases="small"))
     assert [r.case.split()[1] for r in result.rows if r.candidate == name] == ["wgrad"]
 

@@ -32,7 +32,10 @@ def only_problem(text: str, overrides=()) -> str:
         ("modle: {}", "x.yaml:4: modle: unknown key; did you mean `model`?"),
         ("fp8: {lr: 1}", "x.yaml:4: fp8.lr: unknown key; that is `train.lr`"),
         ("learning_rate: 1", "x.yaml:4: learning_rate: unknown key; that is `train.lr`"),
-        ("zzz: 1", "valid here: model, fp8, lora, data, train, rl, preference, optimizer, parallel, run, extends"),
+        (
+            "zzz: 1",
+            "valid here: preset, model, fp8, lora, data, train, rl, preference, optimizer, parallel, run, extends",
+        ),
         ("fp8: {recipe: blokwise}", "x.yaml:4: fp8.recipe: found 'blokwise'; did you mean blockwise? one of off, tens"),
         ("fp8: {recipe: false}", "x.yaml:4: fp8.recipe: found false (a boolean); write `off`"),
         ("fp8: {recipe: }", "fp8.recipe: found nothing (null); one of off, tensorwise"),

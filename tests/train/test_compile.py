@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch._functorch.config
 
+from benchmarks import step_model
 from octavo import train
+from octavo.config import load_config
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
 
@@ -39,13 +41,18 @@ def test_losses_and_the_proof_are_those_of_eager_training(make, graphs, recomput
 
 
 @pytest.mark.long
-def test_fused_blocks_train_as_eagerly(make, graphs):
-    common = (*COMMON, "fp8.fuse=on")
-    plain = train.run(make(*common, dir="plain"))
-    compiled = train.run(make(*common, "train.compile=true", dir="compiled"))
+def test_preset_fast_trains_as_its_keys_do_eagerly(make, graphs):
+    """And every lever of benchmarks/step_model.py is in its run: operators of the forward in the graphs of its blocks
+    (block_bytes.json has the backward's), the head in the proof, the moments in the checkpoint."""
+    plain = train.run(make(*COMMON, "preset=fast", "train.compile=false", dir="plain"))
+    assert not graphs
+    compiled = train.run(make(*COMMON, "preset=fast", dir="compiled"))
     assert compiled.losses() == plain.losses()
-    used = {str(node.target) for graph in graphs for node in graph.graph.nodes}
-    assert any("octavo.rmsnorm" in name for name in used) and any("octavo.gated_mlp" in name for name in used)
+    used = {str(node.target).removeprefix("octavo.") for graph in graphs for node in graph.graph.nodes}
+    forward = {"linear", "rmsnorm", "gated_mlp"}
+    assert forward <= {call for lever in step_model.LEVERS for call in lever.calls} and forward <= used
+    assert json.loads((compiled.dir / "proof.json").read_text())["components"]["lm_head"]["fwd"].keys() == {"reference"}
+    assert load_config(compiled.dir / "config.yaml").optimizer.states == "fp8"
 
 
 def test_a_compiler_that_fails_is_a_sentence_with_the_fix(make, monkeypatch):

@@ -54,7 +54,7 @@ WORDS = {field.name: field.name.replace("_", " ") for field in fields(Candidate)
 def parse(name: str, high: str) -> Candidate:
     """Return the candidate of this name; ``high`` is the name of high precision. Raises BenchError."""
     precision, _, rest = name.partition(" ")
-    known = (high, *peers.RECIPES)
+    known = (high, *peers.RECIPES, *peers.VARIANTS)
     chosen = set()
     for field, word in WORDS.items():  # in this order, so that a candidate has one name
         if rest == word or rest.startswith(f"{word} "):

@@ -7,6 +7,8 @@ fields are in :mod:`octavo.config.rules.general`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from octavo.config.sections.data import DataSection
@@ -22,6 +24,12 @@ from octavo.config.sections.train import OptimizerSection, ParallelSection, Trai
 class Sections(Section):
     """The sections of a run, as the rules read them. A `Config` also obeys the rules."""
 
+    preset: Literal["fast"] | None = Field(
+        default=None,
+        description="Settings by one word, under keys that are not set: fast = fp8.fuse on, the head in FP8 in the "
+        "recipe of the language model (fp8.lm_head), both moments in FP8 (optimizer.states) and compiled blocks "
+        "(train.compile).",
+    )
     model: ModelSection = Field(description="The checkpoint to train.")
     fp8: Fp8Section = Field(default_factory=Fp8Section, description="What runs in FP8 and how.")
     lora: LoraSection | None = Field(

@@ -129,6 +129,18 @@ class TritonBackend(Backend):
     ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
         return kernels.fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
 
+    def rmsnorm_codes(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        row: CastSpec | None,
+        col: CastSpec | None,
+        out: torch.dtype | None = None,
+        low: torch.dtype | None = None,
+    ) -> tuple[Tensor, Quantized | None, Quantized | None]:
+        return kernels.fused.rmsnorm_codes(x, weight, eps, row, col, out, low)
+
     def swiglu_quantize(
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
     ) -> tuple[Tensor, Quantized | None, Quantized | None]:

@@ -178,9 +178,9 @@ def settings(cfg: Config) -> dict[str, Any]:
     generated at a time, which changes log-probabilities only by rounding, and the number of logged completions.
     """
     values = cfg.model_dump(mode="json")
+    del values["preset"], values["parallel"]  # the settings of a preset are in their sections
     values["run"] = {"seed": cfg.run.seed}
     values["data"].pop("workers")
-    values.pop("parallel")
     for entry in (*values["data"]["train"], *values["data"]["eval"]):
         entry.pop("fetch_gb")
     values["train"].pop("gc")

@@ -107,7 +107,7 @@ def casts(monkeypatch):
     return recorded
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_2d", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matches_three_separate_layers(recipe, dtype, monkeypatch):
     plain, twin = pair(recipe, dtype=dtype, policy={"format": "e4m3"})

@@ -32,6 +32,7 @@ PAIRS = {
     "rows and columns": (CastSpec(block=(1, -1)), CastSpec(block=(-1, 1))),
     "tensorwise": (CastSpec(block=(-1, -1), scale="fp32"), CastSpec(block=(-1, -1), scale="fp32")),
     "half in the tile": (CastSpec(block=(1, -1)), COL),
+    "tiles": (ROW, CastSpec(block=(128, 128))),
 }
 
 
@@ -100,8 +101,8 @@ def record_plain(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Have the backward write its gradients beside their codes, as it does where a cast must read them."""
     original, values = fused._plain, []
 
-    def plain(like, emit, *outs):
-        values.append(original(like, True, *outs))
+    def plain(like, emit, *outs, **options):
+        values.append(original(like, True, *outs, **options))
         return values[-1]
 
     monkeypatch.setattr(fused, "_plain", plain)
@@ -171,7 +172,7 @@ def test_rmsnorm_casts(pair: str, poisoned: list[torch.dtype]) -> None:
     assert_cast(col_q, y, col, 0)
 
 
-@pytest.mark.parametrize("pair", ["neither", "mxfp8", "hybrid", "rows and columns", "tensorwise"])
+@pytest.mark.parametrize("pair", ["neither", "mxfp8", "hybrid", "rows and columns", "tensorwise", "tiles"])
 def test_swiglu_casts(pair: str, poisoned: list[torch.dtype]) -> None:
     row, col = PAIRS[pair]
     gate, up = numbers(130, 300, torch.bfloat16), numbers(130, 300, torch.bfloat16, 1)
@@ -273,7 +274,7 @@ def test_bad_tiny_and_zero_rows_of_rmsnorm(eps: float, poisoned: list[torch.dtyp
 def test_bad_tiny_and_zero_rows_of_swiglu(poisoned: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     dh, gate, up = hard(0), hard(1).roll(1, 0), hard(2).roll(2, 0)
     gate[20, :8] = torch.tensor([-200.0, -88.0, -87.0, -1.2785, 0.0, 87.0, 200.0, 1e30])
-    for row, col in (PAIRS["blockwise"], PAIRS["hybrid"]):
+    for row, col in (PAIRS["blockwise"], PAIRS["hybrid"], PAIRS["tiles"]):
         h, row_q, col_q = fused.swiglu_quantize(gate, up, row, col)
         assert ulps(h, reference.swiglu_quantize(gate, up, None, None)[0]) <= 1
         assert_cast(row_q, h, row, 1)
@@ -303,15 +304,31 @@ def test_inputs_may_be_halves_or_transposed(poisoned: list[torch.dtype]) -> None
 @pytest.mark.parametrize("rows", [0, 5])
 def test_empty_input_and_codes_only(rows: int, poisoned: list[torch.dtype]) -> None:
     gate, up = numbers(rows, 144, torch.bfloat16), numbers(rows, 144, torch.bfloat16, 1)
+    weight = up.new_ones(144)
     del poisoned[:]
     pair = fused.swiglu_codes(gate, up, ROW, COL)
     fused.swiglu_backward_quantize(up, gate, up, ROW, COL)
+    rstd, *codes = fused.rmsnorm_codes(gate, weight, 1e-6, ROW, COL)
+    only_row = fused.rmsnorm_codes(gate, weight, 1e-6, ROW, None)[1]
     assert not {torch.bfloat16, torch.float16} & set(poisoned), "something was written in 16 bits"
     h = fused.swiglu_quantize(gate, up, None, None)[0]
-    y, _, *codes = fused.rmsnorm_quantize(gate, up.new_ones(144), 1e-6, ROW, COL)
+    y, rstd_with_y, *_ = fused.rmsnorm_quantize(gate, weight, 1e-6, ROW, COL)
+    assert torch.equal(rstd, rstd_with_y)
+    assert_cast(only_row, y, ROW, 1)
     for values, results in ((y, codes), (h, pair)):
         assert_cast(results[0], values, ROW, 1)
         assert_cast(results[1], values, COL, 0)
+
+
+@pytest.mark.parametrize("pair", ["mxfp8", "hybrid", "rowwise", "half in the tile", "tensorwise", "tiles"])
+def test_rmsnorm_codes_need_no_y(pair: str, poisoned: list[torch.dtype]) -> None:
+    """Casts that need the amax of more than a tile read y, which is written for them; no caller sees it."""
+    row, col = PAIRS[pair]
+    x, w = numbers(130, 140, torch.float32), numbers(1, 140, torch.float32)[0]
+    _, row_q, col_q = fused.rmsnorm_codes(x, w, 1e-6, row, col, torch.float32, torch.bfloat16)
+    y = fused.rmsnorm_quantize(x, w, 1e-6, row, col, torch.float32, torch.bfloat16)[0].bfloat16()
+    assert_cast(row_q, y, row, 1)
+    assert_cast(col_q, y, col, 0)
 
 
 def test_single_launch() -> None:

@@ -25,7 +25,7 @@ from octavo.fp8.arithmetic.moments import LAYOUT
 from octavo.fp8.kernels import layout, registry
 from octavo.fp8.kernels.groups import group_rows
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.kernels.triton_kernels import fused, fused_kernels, launch
+from octavo.fp8.kernels.triton_kernels import fused, fused_kernels, fused_tiles, launch
 from octavo.fp8.kernels.triton_kernels.bits import widen
 
 pytestmark = [
@@ -52,7 +52,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     make = torch.Generator().manual_seed(1)
     x = torch.randn(20, 200, generator=make) * torch.exp2(torch.arange(20).float() - 10).view(-1, 1)
     x[3] = 0.0
-    x[4, 7] = float("nan")
+    x[4, 150] = float("nan")  # in blocks that reach into the padding
     return x.bfloat16(), torch.randn(200, generator=make).bfloat16()
 
 
@@ -204,24 +204,35 @@ FAULTS = {
     "the reciprocal off by one exponent": ("encode(blocks, scale, bad", "encode(blocks, 2 * scale, bad"),
     "codes of the unrounded result": ("g * sigmoid(g) * u, gate.dtype.element_ty", "g * sigmoid(g) * u, tl.float32"),
     "no sign": ("encode(blocks, scale, bad", "encode(tl.abs(blocks), scale, bad"),
-    "padding not written": ("16 * 16, height, WHOLE)", "16 * 16, M, WHOLE)"),
-    "padding of a bad block": ("if (row + BM > M) | (col + BK > K):", "if row + BM < 0:"),
-    "the last column left out": ("cols, M, K, WHOLE)\n    wide", "cols, M, K - 1, WHOLE)\n    wide"),
+    "padding not written": ("(M + 15) // 16 * 16, width, BK", "M, width, BK"),
+    "padding of columns not written": ("(K + 15) // 16 * 16, BK, WHOLE)", "K, BK, WHOLE)"),
+    "padding of a bad block": ("inside(row, col, r, M, K, BK, False)", "inside(row, col, r, M, K + 128, BK, False)"),
+    "padding of a bad block of columns": ("words & keep[:, None]", "words"),
+    "two rows of a word exchanged": ("_in_units(q[2], scale", "_in_units(q[3], scale"),
+    "the last column left out": (
+        "inside(row, col, r, M, K, BK, WHOLE), other",
+        "inside(row, col, r, M, K - 1, BK, WHOLE), other",
+    ),
 }
 
 
 def with_fault(tmp_path: Path, good: str, bad: str) -> ModuleType:
-    """The kernels with one piece of their source exchanged, as a module of their own."""
-    source = Path(fused_kernels.__file__).read_text(encoding="utf-8")
-    assert good in source, "the planted fault has nothing to replace"
-    file = tmp_path / "faulty_kernels.py"
-    file.write_text(source.replace(good, bad), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("faulty_kernels", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["faulty_kernels"] = module
-    spec.loader.exec_module(module)
+    """The kernels and their tiles with one piece of their source exchanged, as modules of their own."""
+    sources = [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (fused_tiles, fused_kernels)]
+    assert any(good in source for source in sources), "the planted fault has nothing to replace"
+    for name, source in zip(("faulty_tiles", "faulty_kernels"), sources, strict=True):
+        file = tmp_path / f"{name}.py"
+        file.write_text(source.replace(good, bad).replace(fused_tiles.__name__, "faulty_tiles"), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     return module
+
+
+def forget_faults() -> None:
+    for name in ("faulty_tiles", "faulty_kernels"):
+        sys.modules.pop(name)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -230,13 +241,13 @@ def test_planted_fault_is_detected(fault: str, tmp_path: Path, poisoned: None, m
     with launch.launches() as recorded:
         assert swiglu_differs(), f"nobody noticed: {fault}"
     assert recorded["swiglu"] == 1
-    sys.modules.pop("faulty_kernels")
+    forget_faults()
 
 
 def test_unchanged_copy_passes(tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "kernels", with_fault(tmp_path, "import triton", "import triton"))
     assert not swiglu_differs()
-    sys.modules.pop("faulty_kernels")
+    forget_faults()
 
 
 def test_faulty_helper_is_detected(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:

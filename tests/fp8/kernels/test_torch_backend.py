@@ -187,6 +187,16 @@ def test_block_gemms_never_use_fast_accumulation(op: str, monkeypatch: pytest.Mo
     assert recorded == [False, False]
 
 
+@pytest.mark.parametrize("shape", [(256, 384, 512), (300, 200, 272)], ids=str)
+def test_tiles_of_x_give_wgrad_the_form_of_fwd(shape: tuple[int, int, int]) -> None:
+    """Codes and scales of `blockwise_2d`'s wgrad lie as those of a forward of the same product, which an H200 ran."""
+    m, n, k = shape
+    wgrad = tb.make_product("wgrad", *operands("blockwise_2d", "wgrad", m, n, k))
+    fwd = tb.make_product("fwd", *operands("blockwise", "fwd", n, k, m))  # dy^T [N, M] times x [M, K]
+    assert wgrad.kind == fwd.kind == "block"
+    assert [(t.shape, t.stride()) for t in wgrad[1:]] == [(t.shape, t.stride()) for t in fwd[1:]]
+
+
 def test_separate_row_scales_do_not_overflow() -> None:
     for large, small in ((1e34, 1e-30), (1e-30, 1e34)):
         gemm = recipe("rowwise").fwd

@@ -9,6 +9,7 @@ into both layouts, "eager" is PyTorch op by op plus that cast::
     kernel                          reads        writes                    fused   unfused   eager
     rmsnorm -> row                  x 2          y 2, row 1                  5        7        39
     rmsnorm -> row, col             x 2 + 2*     y 2, row 1, col 1           6-8      8        40
+    rmsnorm -> row, col, no y       x 2 + 2*     row 1, col 1                4-6      8        40
     swiglu -> row, col              gate, up 4   h 2, row 1, col 1           8       10        14
     swiglu -> row, col, no h        gate, up 4   row 1, col 1                6       10        14
     swiglu backward                 3 x 2        2 x (row 1, col 1)         10       18        30
@@ -20,9 +21,11 @@ block needs 128 rows at a time; 128 whole rows do not fit in a multiprocessor (1
 multiprocessors do not fit in the cache. So with a column layout ``rstd_of_rows`` reads x for the statistics and
 ``rmsnorm_tile`` reads it again in 128 x 128 tiles, in reverse order: the rows that were read last are cached. Tiles
 also keep every multiprocessor busy when there are fewer panels of 128 rows than multiprocessors. SwiGLU needs no
-statistics: ``swiglu`` and ``swiglu_backward`` use tiles of 128 x 128.
+statistics: ``swiglu`` and ``swiglu_backward`` use tiles of 128 x 128. All tiles, ragged or whole, of any format and
+dtype, have one form (``fused_tiles.py``); :func:`_program` chooses its size and its threads.
 
-Tiles quantize only blocks along one dimension, of 32 or 128; ``rmsnorm_rows`` also quantizes whole rows. For others
+Tiles quantize blocks along one dimension, of 32 or 128, and down the columns 128 x 128 too; ``rmsnorm_rows`` also
+quantizes whole rows. For others
 (rows of SwiGLU, columns, tensors) the amax is known only when all programs have finished: the result is written first
 and then cast by ``cast.py``; the gradients of SwiGLU are then written in 16 bits once, too. The kernels collect the
 amax of a whole tensor as they run, which saves a pass.
@@ -40,7 +43,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
-from octavo.fp8.kernels.layout import ALIGN, ceil_div, codes_buffer, grid_shape, round_up
+from octavo.fp8.kernels.layout import ALIGN, SCALE_ALIGN, ceil_div, codes_buffer, grid_shape, round_up
 from octavo.fp8.kernels.reference import check_rmsnorm, check_swiglu
 from octavo.fp8.kernels.triton_kernels import cast
 from octavo.fp8.kernels.triton_kernels import fused_kernels as kernels
@@ -49,6 +52,7 @@ from octavo.fp8.kernels.triton_kernels.launch import launch
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WIDEST = 16384  # columns that one program holds as a whole
 TILE = 128
+_SQUARE = (TILE, TILE)
 
 
 class _Out:
@@ -63,6 +67,9 @@ class _Out:
             scale = self.scales.view(E8M0)
         elif spec.block[contract] == -1:
             self.scales = scale = torch.empty(free, 1, dtype=torch.float32, device=device)
+        elif spec.block[1 - contract] != 1:
+            self.scales = torch.empty(free, round_up(blocks, SCALE_ALIGN), dtype=torch.float32, device=device)
+            scale = self.scales[:, :blocks]
         else:
             self.scales = torch.empty(blocks, round_up(free, ALIGN), dtype=torch.float32, device=device)
             scale = self.scales.t()[:free]
@@ -70,39 +77,47 @@ class _Out:
         self.quantized = Quantized(data, scale if contract == 1 else scale.t(), spec)
 
 
-def _cast(spec: CastSpec | None, contract: int) -> tuple[int, bool, bool] | None:
+def _cast(spec: CastSpec | None, contract: int) -> tuple[int, bool, bool, bool] | None:
     """Return the constant that describes a cast to a kernel: CAST in ``fused_kernels``."""
-    return None if spec is None else (max(spec.block[contract], 0), spec.scale != "fp32", spec.format == "e5m2")
+    if spec is None:
+        return None
+    return max(spec.block[contract], 0), spec.scale != "fp32", spec.format == "e5m2", spec.block == _SQUARE
 
 
 def _out(like: Tensor, spec: CastSpec | None, contract: int) -> _Out | None:
     """Return the output that the program of a tile quantizes, or None if the blocks do not fit in a tile."""
-    if spec is None or spec.block[1 - contract] != 1 or spec.block[contract] not in (32, TILE):
+    if spec is None or (spec.block[1 - contract] != 1 and (contract, spec.block) != (0, _SQUARE)):
         return None
-    return _Out(like, spec, contract)
+    return _Out(like, spec, contract) if spec.block[contract] in (32, TILE) else None
 
 
-def _program(row: CastSpec | None, col: CastSpec | None, itemsize: int) -> dict[str, Any]:
-    """Return the constants of a tile's program that quantizes with these specs."""
-    constants: dict[str, Any] = {"ROW": _cast(row, 1), "COL": _cast(col, 0)}
+def _program(
+    row: CastSpec | None, col: CastSpec | None, shape: torch.Size, itemsize: int, results: int
+) -> dict[str, Any]:
+    """Return the constants of a tile's program that quantizes this many results of a shape with these specs."""
+    high = 32 if col is None else TILE
+    whole = shape[0] % high == shape[1] % TILE == 0  # nothing to mask
+    constants: dict[str, Any] = {"ROW": _cast(row, 1), "COL": _cast(col, 0), "BM": high, "BK": TILE, "WHOLE": whole}
     if col is None:
-        return constants | {"BM": 32, "BK": TILE, "num_warps": 4}
-    constants |= {"BM": TILE, "BK": TILE, "num_warps": 16}
-    light = all(max(s.block) == TILE and s.scale == "pow2" for s in (row, col) if s is not None)
-    if light and itemsize == 2:
-        # With 64 registers two programs share a multiprocessor: one computes while the other waits for memory. Blocks
-        # of 32, true divisions and wide inputs would spill.
-        constants["maxnreg"] = 64
-    return constants
+        return constants | {"num_warps": 4}
+    # With 128 registers a thread, two programs of 8 warps share a multiprocessor: one computes while the other waits
+    # for memory. Two results of fp32, with masks, written in 16 bits too (no row codes), or with blocks of 32, which
+    # have more scales, need the registers of 16 warps.
+    wide = results == 2 and (itemsize == 4 or not whole or row is None or 32 in col.block)
+    return constants | {"num_warps": 16 if wide else 8, "maxnreg": 128}
 
 
 def _tiles(
-    like: Tensor, row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None
+    like: Tensor,
+    row: CastSpec | None,
+    row_out: _Out | None,
+    col: CastSpec | None,
+    col_out: _Out | None,
+    results: int = 1,
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return the grid and the constants of a program; tiles cover the padding of every output."""
-    constants = _program(row if row_out else None, col if col_out else None, like.itemsize)
+    constants = _program(row if row_out else None, col if col_out else None, like.shape, like.itemsize, results)
     down = like.shape[0] if col_out else round_up(like.shape[0], ALIGN)
-    constants["WHOLE"] = like.shape[0] % constants["BM"] == like.shape[1] % TILE == 0  # nothing to mask
     return (ceil_div(like.shape[1], TILE), ceil_div(down, constants["BM"])), constants
 
 
@@ -145,11 +160,13 @@ def _results(
     return results[0], results[1]
 
 
-def _plain(like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
-    """Return a buffer for the result in ``like``'s dtype, if the caller wants it (``emit``) or a later cast reads
-    it."""
+def _plain(
+    like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None], dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """Return a buffer for the result, in ``dtype`` or ``like``'s, if the caller wants it (``emit``) or a later cast
+    reads it."""
     wanted = emit or any(out is None and spec is not None for out, spec in outs)
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device) if wanted else None
+    return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device) if wanted else None
 
 
 def rmsnorm_quantize(
@@ -157,6 +174,34 @@ def rmsnorm_quantize(
     out: torch.dtype | None = None, low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
     """See ``Backend.rmsnorm_quantize``. Raises CastError for shapes or dtypes that do not fit."""
+    y, rstd, row_q, col_q = _rmsnorm(x, weight, eps, row, col, out, low, emit=True)
+    assert y is not None
+    return y, rstd, row_q, col_q
+
+
+def rmsnorm_codes(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    row: CastSpec | None,
+    col: CastSpec | None,
+    out: torch.dtype | None = None,
+    low: torch.dtype | None = None,
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
+    """:func:`rmsnorm_quantize` without y, for callers that do not read it: (rstd, y under ``row``, y under ``col``)."""
+    return _rmsnorm(x, weight, eps, row, col, out, low, emit=False)[1:]
+
+
+def _rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    row: CastSpec | None,
+    col: CastSpec | None,
+    out: torch.dtype | None,
+    low: torch.dtype | None,
+    emit: bool,
+) -> tuple[Tensor | None, Tensor, Quantized | None, Quantized | None]:
     check_rmsnorm(x, weight)
     x, weight = _rows_of(x), weight.detach().contiguous()
     rows, cols = x.shape
@@ -164,7 +209,7 @@ def rmsnorm_quantize(
     by_rows = col_out is None and cols <= WIDEST
     if by_rows and row is not None and row.block == (1, -1):
         row_out = _Out(x, row, 1)
-    y = torch.empty(x.shape, dtype=out or x.dtype, device=x.device)
+    y = _plain(x, emit, (row_out, row), (col_out, col), dtype=out)
     dtypes = {"OUT": _TL[out or x.dtype], "LOW": _TL[low or out or x.dtype]}
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     unit = _unit(x)
@@ -183,8 +228,8 @@ def rmsnorm_quantize(
         grid, constants = _tiles(x, row, row_out, col, col_out)
         outs = (*_pair(row_out), *_pair(col_out))
         launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, top, *size, UNIT=unit, **dtypes, **constants)
-    to_cast = y if low is None else y.to(low)
-    return y, rstd, *_results(to_cast, top, row, row_out, col, col_out)
+    to_cast = y if y is None or low is None else y.to(low)
+    return y if emit else None, rstd, *_results(to_cast, top, row, row_out, col, col_out)
 
 
 def swiglu_quantize(
@@ -229,11 +274,10 @@ def swiglu_backward_quantize(
     dgate, dup = (_plain(gate, False, (gate_row, row), (gate_col, col)) for _ in range(2))
     unit = _unit(dh, gate, up)
     size = (gate.shape[0], *(t.stride(0) // unit for t in (dh, gate, up)), gate.shape[1] // unit)
-    (across, down), constants = _tiles(gate, row, gate_row, col, gate_col)
+    grid, constants = _tiles(gate, row, gate_row, col, gate_col, results=2)
     outs = (*_pair(gate_row), *_pair(gate_col), *_pair(up_row), *_pair(up_col))
     tops = _top(gate, (gate_row, row), (gate_col, col)), _top(up, (up_row, row), (up_col, col))
-    grid, results = (2 * across, down), (dgate, dup)
-    launch(kernels.swiglu_backward, grid, dh, gate, up, *results, *outs, *tops, *size, UNIT=unit, **constants)
+    launch(kernels.swiglu_backward, grid, dh, gate, up, dgate, dup, *outs, *tops, *size, UNIT=unit, **constants)
     return (
         *_results(dgate, tops[0], row, gate_row, col, gate_col),
         *_results(dup, tops[1], row, up_row, col, up_col),

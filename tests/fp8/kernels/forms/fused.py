@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton.language as tl
 
 from octavo.fp8.arithmetic.cast import CastSpec
@@ -12,10 +13,13 @@ from octavo.fp8.kernels.triton_kernels import fused_kernels as kernels
 from octavo.fp8.kernels.triton_kernels.fused import TILE
 from tests.fp8.kernels.forms import Variant
 
+WHOLE, EDGES = torch.Size((8192, 4096)), torch.Size((8200, 4096))
+"""Tokens by features of Qwen3-8B, in whole tiles and with some at the edge."""
+
 
 def _signature(
     kernel: Any, wanted: list[str], row: CastSpec | None, col: CastSpec | None, dtype: str = "bf16"
-) -> tuple[dict[str, str], dict[str, None]]:
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the arguments, and None for the pointers of outputs that are not wanted."""
     types: dict[str, str] = {"rstd": "*fp32", "eps": "fp32", "M": "i32", "K": "i32"}
     types |= dict.fromkeys(wanted, f"*{dtype}")
@@ -37,13 +41,31 @@ def _dtypes(out: str, low: str) -> dict[str, Any]:
     return {"OUT": types[out], "LOW": types[low]}
 
 
+def _emits(kernel: Any, row: CastSpec | None, dtype: str) -> tuple[bool, ...]:
+    """Whether the plain result is written: as it is launched, and a choice of the caller for bf16 only."""
+    if kernel is kernels.swiglu_backward:
+        return (row is None,)
+    return (True, False) if row is not None and dtype == "bf16" else (True,)
+
+
+def _tile(
+    title: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any], program: dict[str, Any]
+) -> Variant:
+    """The form of a kernel of tiles with the constants and options of ``fused._program``."""
+    options = {"num_warps": program["num_warps"], "maxnreg": program.get("maxnreg")}
+    fixed = {key: value for key, value in program.items() if key not in options}
+    return Variant(title, kernel, signature, {"UNIT": 16} | constants | fixed, **options)
+
+
 def variants() -> list[Variant]:
     """Every kind of output that is used: with and without the plain result for bf16, once for fp16 and fp32."""
     blockwise = (CastSpec(block=(1, TILE)), CastSpec(block=(TILE, 1)))
     pairs = {
         "blockwise": blockwise,
         "row": (blockwise[0], None),
+        "half": (None, blockwise[1]),  # row codes are made from the result afterwards
         "hybrid": (blockwise[0], CastSpec("e5m2", (TILE, 1))),
+        "tiles": (blockwise[0], CastSpec(block=(TILE, TILE))),
         "mxfp8": (CastSpec(block=(1, 32), scale="e8m0"), CastSpec(block=(32, 1), scale="e8m0")),
         "plain": (None, None),
         "tensor": (None, None),  # whose amax is taken, for a cast of its own
@@ -53,17 +75,16 @@ def variants() -> list[Variant]:
     results = []
     for name, (row, col) in pairs.items():
         dtype = name if name in ("fp32", "fp16") else "bf16"
-        tile = {"UNIT": 16, "WHOLE": True, **fused._program(row, col, 4 if dtype == "fp32" else 2)}
-        warps, most = tile.pop("num_warps"), tile.pop("maxnreg", None)
         for kernel, inputs, plain in (
             (kernels.rmsnorm_tile, ("x", "weight"), ("y",)),
             (kernels.swiglu, ("gate", "up"), ("h",)),
             (kernels.swiglu_backward, ("dh", "gate", "up"), ("dgate", "dup")),
         ):
-            if kernel is kernels.rmsnorm_tile and col is None:
-                continue
-            codes_alone = row is not None and dtype == "bf16" and kernel is not kernels.rmsnorm_tile
-            for emit in (True, False) if codes_alone else (True,):
+            if (kernel is kernels.rmsnorm_tile and col is None) or (
+                kernel is kernels.swiglu_backward and name == "tiles"
+            ):
+                continue  # other kernels do these, and no recipe casts dy in tiles
+            for emit in _emits(kernel, row, dtype):
                 expected = [*inputs, *(plain if emit else ())]
                 signature, absent = _signature(kernel, expected, row, col, dtype)
                 if name == "tensor":
@@ -71,14 +92,18 @@ def variants() -> list[Variant]:
                     signature |= dict.fromkeys(tops, "*i32")
                     absent = {n: None for n in absent if n not in tops}
                 title = f"{kernel.__name__} {name}{'' if emit else ' codes only'}"
-                fixed = tile | absent | (_dtypes(dtype, dtype) if kernel is kernels.rmsnorm_tile else {})
-                results.append(Variant(title, kernel, signature, fixed, warps, maxnreg=most))
+                absent |= _dtypes(dtype, dtype) if kernel is kernels.rmsnorm_tile else {}
+                size = 4 if dtype == "fp32" else 2
+                results.append(
+                    _tile(title, kernel, signature, absent, fused._program(row, col, WHOLE, size, len(plain)))
+                )
                 if name in ("blockwise", "mxfp8"):
-                    masked = fixed | {"WHOLE": False}
-                    results.append(Variant(f"{title}, edges", kernel, signature, masked, warps, maxnreg=most))
+                    edges = fused._program(row, col, EDGES, size, len(plain))
+                    results.append(_tile(f"{title}, edges", kernel, signature, absent, edges))
                 if kernel is kernels.rmsnorm_tile and name == "fp32":  # as under autocast
-                    lowered = fixed | _dtypes("fp32", "bf16")
-                    results.append(Variant(f"{title} codes of bf16", kernel, signature, lowered, warps, maxnreg=most))
+                    program = fused._program(row, col, WHOLE, size, len(plain))
+                    low = absent | _dtypes("fp32", "bf16")
+                    results.append(_tile(f"{title} codes of bf16", kernel, signature, low, program))
     kernel = kernels.rmsnorm_rows
     for wide, spec in ((128, blockwise[0]), (4096, blockwise[0]), (16384, CastSpec(block=(1, -1))), (4096, None)):
         constants = _dtypes("bf16", "bf16") | {"CAST": fused._cast(spec, 1)}
