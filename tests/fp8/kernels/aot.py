@@ -55,8 +55,7 @@ _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[A-Za-z0-9_:]+)*?(?:\.v(\d))?\.[buf
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _NAN = re.compile(r"\b(?:max|min)(?:\.ftz)?\.NaN\b")
 _BYTE_STORE = re.compile(r"\bst\.shared(?:::\w+)?(?:\.v\d)?\.[bsu]8\b")
-_BYTEWISE = "mxfp8: its scales (e8m0) pass shared memory as single bytes; codes move as words"
-BYTES_AFTER_NAN = dict.fromkeys(("rmsnorm_tile", "swiglu", "swiglu_backward"), _BYTEWISE)
+BYTES_AFTER_NAN: dict[str, str] = {}
 """Kernels that may have ``max.NaN`` together with stores of single bytes to shared memory, and why. Triton (up to 3.8,
 as far as is known) writes wrong bytes for some of them: issue 11111."""
 _ROOT = Path(__file__).parents[3]

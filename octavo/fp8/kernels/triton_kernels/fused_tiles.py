@@ -23,12 +23,11 @@ from octavo.fp8.kernels.triton_kernels.bits import (
     amax_bits,
     encode,
     encode_words,
-    larger,
     scale_of,
     scaled,
-    top_bits,
     widen,
 )
+from octavo.fp8.kernels.triton_kernels.cast_blocks import larger_magnitude, tops
 
 
 @triton.jit
@@ -89,9 +88,10 @@ def store_row(
         G: tl.constexpr = CAST[0]
         SPAN: tl.constexpr = BK if G == 0 else G
         N: tl.constexpr = r.shape[0]
-        # Reduce and scale: one amax per row and SPAN columns.
+        # Reduce and scale: one amax per row and SPAN columns. Scales of e8m0 need integers: see cast_blocks.tops.
         blocks = tl.reshape(widen(y), [N, BK // SPAN, SPAN])
-        scale, bad = scale_of(top_bits(tl.abs(blocks), 2)[:, :, None], CAST[1], CAST[2])
+        E8M0: tl.constexpr = scales.dtype.element_ty == tl.uint8
+        scale, bad = scale_of(tops(tl.abs(blocks), 2, E8M0)[:, :, None], CAST[1], CAST[2])
         out = tl.reshape(encode(blocks, scale, bad, CAST[1], CAST[2], False), [N, BK])
         if not WHOLE:
             # A bad block at the edge has NaN codes in its padding too; there they must be 0.
@@ -120,7 +120,16 @@ def store_row(
 
 
 @triton.jit
-def store_columns(q, codes, scales, place, BM: tl.constexpr, BK: tl.constexpr, CAST: tl.constexpr, WHOLE: tl.constexpr):
+def store_columns(
+    q,  # of the tile, see above
+    codes,
+    scales,
+    place,  # of the tile, see above
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    CAST: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """Quantize the tile in blocks (G, 1), G = CAST[0], or as one block, and store codes [K up to 16, M up to G],
     transposed, and their scales. Codes of four adjacent rows move as one word."""
     if codes is not None:
@@ -128,7 +137,8 @@ def store_columns(q, codes, scales, place, BM: tl.constexpr, BK: tl.constexpr, C
         row, col, M, K = place
         G: tl.constexpr = CAST[0]
         # Reduce and scale: blocks have rows of all quarters, so their magnitudes meet element by element first.
-        top = top_bits(tl.reshape(_largest(q), [BM // G, G // 4, BK]), 1)
+        E8M0: tl.constexpr = scales.dtype.element_ty == tl.uint8
+        top = tops(tl.reshape(_largest(q, E8M0), [BM // G, G // 4, BK]), 1, E8M0)
         if CAST[3]:
             top = tl.broadcast_to(tl.max(top, axis=1)[:, None], [BM // G, BK])
         scale, bad = scale_of(top[:, None, :], CAST[1], CAST[2])
@@ -172,9 +182,10 @@ def store_columns(q, codes, scales, place, BM: tl.constexpr, BK: tl.constexpr, C
 
 
 @triton.jit
-def _largest(q):
-    """The largest magnitude of the four quarters, fp32, at each position; NaN wins."""
-    return larger(larger(tl.abs(q[0]), tl.abs(q[1])), larger(tl.abs(q[2]), tl.abs(q[3])))
+def _largest(q, INTEGERS: tl.constexpr = False):
+    """The largest magnitude of the four quarters, fp32, at each position; NaN wins. INTEGERS: see cast_blocks.tops."""
+    low = larger_magnitude(tl.abs(q[0]), tl.abs(q[1]), INTEGERS)
+    return larger_magnitude(low, larger_magnitude(tl.abs(q[2]), tl.abs(q[3]), INTEGERS), INTEGERS)
 
 
 @triton.jit
