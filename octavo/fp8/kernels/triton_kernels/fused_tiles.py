@@ -120,7 +120,16 @@ def store_row(
 
 
 @triton.jit
-def store_columns(q, codes, scales, place, BM: tl.constexpr, BK: tl.constexpr, CAST: tl.constexpr, WHOLE: tl.constexpr):
+def store_columns(
+    q,  # four quarters [BM / 4, BK]
+    codes,
+    scales,
+    place,  # of the tile, see above
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    CAST: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """Quantize the tile in blocks (G, 1), G = CAST[0], or as one block, and store codes [K up to 16, M up to G],
     transposed, and their scales. Codes of four adjacent rows move as one word."""
     if codes is not None:
