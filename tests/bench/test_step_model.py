@@ -34,6 +34,14 @@ def test_stored_table_is_current(result: dict[str, Any]) -> None:
     assert stored == json.loads(json.dumps(result)), "python benchmarks/step_model.py --json FILE"
 
 
+def test_results_page_has_the_table(result: dict[str, Any]) -> None:
+    page = (ROOT.parent / "docs/results.md").read_text()
+    for r in (*result["rows"], *result["further"]):
+        cells = (f"`{r['recipe']}`", r["lever"], f"{r['ms']:.0f}", f"{r['over_first']:.2f}", f"{r['over_third']:.2f}")
+        assert f"| {' | '.join(cells)} |" in page
+    assert f"it is {100 * result['error']:+.1f} % off" in page
+
+
 def test_rows_are_cumulative_and_end_with_what_stands(result: dict[str, Any]) -> None:
     for recipe in step_model.RECIPES:
         standing, further = ([r for r in result[key] if r["recipe"] == recipe] for key in ("rows", "further"))

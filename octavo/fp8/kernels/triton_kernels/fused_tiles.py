@@ -121,7 +121,7 @@ def store_row(
 
 @triton.jit
 def store_columns(
-    q,  # of the tile, see above
+    q,  # four quarters [BM / 4, BK]
     codes,
     scales,
     place,  # of the tile, see above
