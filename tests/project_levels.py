@@ -30,6 +30,7 @@ LEVELS: dict[str, list[set[str]]] = {
         {"delayed"},
         {"dense"},
         {"weights"},
+        {"self_check"},
         {"kernels", "observe"},
         {"invariance", "metrics"},
         {"arithmetic"},

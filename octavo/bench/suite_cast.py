@@ -39,6 +39,11 @@ def _run_casts(bench: Bench, m: int, k: int) -> None:
                 key = f"{name} {which} {backend}"
                 candidates[key] = partial(_cast, bench, m, k, recipe, backend, which)
                 work[key] = Work(bytes=float(size + writes) * elements)
+            if name == "blockwise" and backend == "triton":
+                # The other tile of this cast, so that a card can show which is faster.
+                key = "8 warps, blockwise both triton"
+                candidates[key] = partial(_cast_with_8_warps, bench, m, k, recipe)
+                work[key] = Work(bytes=float(size + 2) * elements)
     bench.case("cast", f"{m} x {k}", "copy", candidates, work)
 
 
@@ -56,6 +61,13 @@ def _cast(bench: Bench, m: int, k: int, recipe: Recipe, backend: str, which: str
     if which == "row":
         return lambda: chosen.quantize(inputs(), row, 1)
     return lambda: chosen.quantize_both(inputs(), row, col)
+
+
+def _cast_with_8_warps(bench: Bench, m: int, k: int, recipe: Recipe) -> Call:
+    assert recipe.fwd is not None and recipe.wgrad is not None
+    row, col = recipe.fwd.a, recipe.wgrad.b
+    inputs = Rotation(lambda: bench.randn(m, k))
+    return lambda: kernels.quantize_both_by_warps(inputs(), row, col, 8)
 
 
 def _run_fused(bench: Bench, m: int, k: int) -> None:

@@ -12,7 +12,8 @@ from octavo.base.safe_read import first_line
 from octavo.doctor.report import ABSENT, FAIL, OK, Check
 
 TOKENS, INPUTS, OUTPUTS = 33, 144, 80
-EXTRA_OPS = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "swiglu_backward")
+GEMMS, FUSED_OPS = ("fwd", "dgrad", "wgrad"), ("rmsnorm", "swiglu", "swiglu_backward")
+EXTRA_OPS = (*(f"grouped_{gemm}" for gemm in GEMMS), *FUSED_OPS)
 
 
 def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
@@ -28,17 +29,21 @@ def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
 
 
 def versions_tested(device: str | None = None) -> Check:
-    """Check the versions of torch and Triton. If they are newer than tested, all kernels that are chosen on a device
-    (None: where training runs) are compared with the reference (:mod:`octavo.fp8.kernels`, ``self_check``), unless a
-    cached result exists."""
+    """Check the versions of torch and Triton.
+
+    If they are newer than tested, or on a GPU, all kernels that are chosen on a device (None: where training runs) are
+    compared with the reference (:mod:`octavo.fp8.self_check`), unless a cached result exists.
+    """
+    import torch
+
     from octavo.base import accelerator
-    from octavo.fp8 import kernels
+    from octavo.fp8 import self_check
 
     device = device or str(accelerator.default_device())
-
-    here = ", ".join(f"{package} {version}" for package, version in kernels.installed_versions().items())
-    most = ", ".join(f"{package} {major}.{minor}" for package, (major, minor) in kernels.TESTED.items())
-    if not (phrases := kernels.find_untested()):
+    here = ", ".join(f"{package} {version}" for package, version in self_check.installed_versions().items())
+    most = ", ".join(f"{package} {major}.{minor}" for package, (major, minor) in self_check.TESTED.items())
+    untested = self_check.find_untested()
+    if not untested and torch.device(device).type == "cpu":
         return Check("fp8", "versions", OK, f"{here}: tested versions (up to {most}), no kernel needs checking")
     try:
         count = _check_kernels(device)
@@ -49,7 +54,8 @@ def versions_tested(device: str | None = None) -> Check:
     result = f"{count} checks of kernels and a compiled layer agree with the reference on {device}"
     if not count:
         result = f"the reference is chosen for all GEMMs on {device}, no kernel needs checking"
-    return Check("fp8", "versions", OK, f"{' and '.join(phrases)}: {result}")
+    versions = " and ".join(untested) or f"{here}: tested versions (up to {most})"
+    return Check("fp8", "versions", OK, f"{versions}: {result}")
 
 
 def _check_kernels(device: str) -> int:
@@ -57,15 +63,21 @@ def _check_kernels(device: str) -> int:
     import torch
 
     from octavo import fp8
-    from octavo.fp8 import kernels, planning
+    from octavo.fp8 import planning, self_check
     from octavo.fp8.kernels import select
 
     on = torch.device(device)
     layers = torch.nn.ModuleList([torch.nn.Linear(INPUTS, INPUTS, device=on)])
     checks = planning.collect_kernel_checks([fp8.plan(layers, recipe_name) for recipe_name in fp8.RECIPES], on)
+    for recipe in map(fp8.recipe, fp8.RECIPES):
+        for op in FUSED_OPS:
+            checks |= self_check.fused_checks(recipe, op, select(op, recipe_or_spec=recipe, device=on).backend.name, on)
+        for gemm in GEMMS if recipe.delayed is None else ():
+            chosen = select(f"grouped_{gemm}", recipe_or_spec=recipe, device=on).backend.name
+            checks |= self_check.kernel_checks(recipe, gemm, chosen, on, grouped=True)
     chosen = select("adamw", recipe_or_spec=fp8.CastSpec(), device=on).backend.name
-    checks |= kernels.adamw_checks(chosen, on)
-    kernels.run_checks(checks, on, limit=float("inf"))
+    checks |= self_check.adamw_checks(chosen, on)
+    self_check.run_checks(checks, on, limit=float("inf"), always=True)
     return len(checks)
 
 

@@ -21,7 +21,6 @@ from octavo.fp8.dense.delayed import load_scaling_state, scaling_state
 from octavo.fp8.dense.linear import Linear, linear
 from octavo.fp8.invariance import InvarianceError
 from octavo.fp8.kernels.registry import BackendError, quantize
-from octavo.fp8.kernels.self_check import SelfCheckError
 from octavo.fp8.measuring.cases import MeasureError, Measurements
 from octavo.fp8.measuring.invariant import batch_invariant, why_not_batch_invariant
 from octavo.fp8.measuring.measure import MeasurementCache, measure
@@ -40,6 +39,7 @@ from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.policy import ComponentPolicy, PlanError, Policy, Rule
 from octavo.fp8.policy.topology import describe_layers
+from octavo.fp8.self_check.untested import SelfCheckError
 from octavo.fp8.weights.cache import invalidate, weight_cache_bytes
 from octavo.fp8.weights.finite import find_nonfinite
 from octavo.fp8.weights.frozen import dequantize_weights, fingerprint, freeze_weight

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.kernels import registry, select, self_check
+from octavo.fp8.kernels import registry, select
 from octavo.fp8.planning import collect_kernel_checks
+from octavo.fp8.self_check import reference_checks
 
 FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not FP8, reason="needs a GPU with FP8")]
@@ -22,11 +23,11 @@ def test_selected_kernels_pass(name: str) -> None:
     for gemm in ("fwd", "dgrad", "wgrad"):
         if recipe.delayed is None:
             chosen = select(f"grouped_{gemm}", recipe_or_spec=recipe, device=device).backend.name
-            checks |= self_check.kernel_checks(recipe, gemm, chosen, device, grouped=True)
+            checks |= reference_checks.kernel_checks(recipe, gemm, chosen, device, grouped=True)
     for op in ("rmsnorm", "swiglu", "swiglu_backward"):
         chosen = select(op, recipe_or_spec=recipe, device=device).backend.name
-        checks |= self_check.fused_checks(recipe, op, chosen, device)
-    checks |= self_check.adamw_checks(
+        checks |= reference_checks.fused_checks(recipe, op, chosen, device)
+    checks |= reference_checks.adamw_checks(
         select("adamw", recipe_or_spec=fp8.CastSpec(), device=device).backend.name, device
     )
     with torch.no_grad():
@@ -45,7 +46,7 @@ def test_planted_fault_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(registry.get(chosen.name), "gemm_dgrad", errs)
-    (check,) = self_check.kernel_checks(recipe, "dgrad", chosen.name, device).values()
+    (check,) = reference_checks.kernel_checks(recipe, "dgrad", chosen.name, device).values()
     with torch.no_grad():
         fault = check()
     assert fault is not None and fault.at == (5, 7)

@@ -1,6 +1,6 @@
 """Compare an FP8 layer under ``torch.compile`` with the same layer of the reference backend on the CPU.
 
-This is part of the self-check of untested versions (:mod:`octavo.fp8.kernels.self_check`). Dynamo and AOTAutograd trace
+This is part of the self-check of untested versions (:mod:`octavo.fp8.self_check`). Dynamo and AOTAutograd trace
 the forward and the backward of the layer into one graph, which runs without further compilation (``aot_eager``): these
 parts of torch read this project's code and may behave differently in a newer torch. Inductor's code generation is not
 checked, because it would use up the time limit of the self-check.
@@ -17,7 +17,8 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.kernels.registry import Selection, get
-from octavo.fp8.kernels.self_check import BOUND, Mismatch, find_largest_error, random_matrix, sizes
+from octavo.fp8.self_check.reference_checks import BOUND, find_largest_error, random_matrix, sizes
+from octavo.fp8.self_check.untested import Mismatch
 
 
 def check_compiled_layer(recipe: Recipe, selections: Mapping[str, Selection], device: torch.device) -> Mismatch | None:

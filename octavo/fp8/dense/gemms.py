@@ -27,8 +27,9 @@ from octavo.fp8.dense.graph_arguments import describe
 from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matrix
 from octavo.fp8.invariance import is_active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
-from octavo.fp8.kernels.self_check import kernel_checks, run_checks
 from octavo.fp8.observe.recorder import HIGH, LayerRecord, Result
+from octavo.fp8.self_check.reference_checks import kernel_checks
+from octavo.fp8.self_check.untested import run_checks
 from octavo.fp8.weights.cache import WeightCache, WeightSlice, has_values
 
 

@@ -5,19 +5,16 @@ from octavo.fp8.kernels.capture import CudaGraph, Graph, assume_constant_weights
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import ALIGN, PAGED_CHUNK, padded_sizes
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, get, names, select
-from octavo.fp8.kernels.self_check import (
-    TESTED,
-    SelfCheckError,
-    adamw_checks,
-    find_untested,
-    installed_versions,
-    run_checks,
+from octavo.fp8.kernels.triton_backend import (
+    PagedKernels,
+    paged_kernels,
+    quantize_both_by_warps,
+    why_not_paged,
+    why_not_rows,
 )
-from octavo.fp8.kernels.triton_backend import PagedKernels, paged_kernels, why_not_paged, why_not_rows
 
 __all__ = [
     "ALIGN", "BACKENDS", "Backend", "BackendError", "CudaGraph", "Graph", "Groups", "PAGED_CHUNK", "PagedKernels",
-    "Selection", "SelfCheckError", "TESTED", "adamw_checks", "assume_constant_weights", "find_untested",
-    "forbid_synchronization", "get", "installed_versions", "names", "padded_sizes", "paged_kernels", "run_checks",
-    "select", "why_not_paged", "why_not_rows",
+    "Selection", "assume_constant_weights", "forbid_synchronization", "get", "names", "padded_sizes", "paged_kernels",
+    "quantize_both_by_warps", "select", "why_not_paged", "why_not_rows",
 ]  # fmt: skip

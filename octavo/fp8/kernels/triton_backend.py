@@ -230,6 +230,12 @@ def _why_not(kind: str, index: int | None) -> str | None:
     return f"it runs on NVIDIA GPUs, not on {kind}"
 
 
+def quantize_both_by_warps(x: Tensor, row: CastSpec, col: CastSpec, warps: int) -> tuple[Quantized, Quantized]:
+    """``TritonBackend.quantize_both`` with tiles of 8 or 16 warps, for blocks of 128: to measure which is faster."""
+    first, second = kernels.cast.quantize_both(x, row, col, warps)
+    return first, second
+
+
 def _why_not_cast(spec: CastSpec) -> str | None:
     if spec.block in WHOLE_BLOCKS or all(side in CAST_SIDES for side in spec.block):
         return None

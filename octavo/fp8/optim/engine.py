@@ -13,8 +13,9 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.arithmetic.moments import MaxOverRanks
 from octavo.fp8.kernels.registry import select
-from octavo.fp8.kernels.self_check import adamw_checks, run_checks
 from octavo.fp8.optim import cpu
+from octavo.fp8.self_check.reference_checks import adamw_checks
+from octavo.fp8.self_check.untested import run_checks
 
 Engine = Callable[[Sequence[Piece], Hyper, "float | Tensor | None", "MaxOverRanks | None"], None]
 

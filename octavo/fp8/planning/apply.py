@@ -18,7 +18,6 @@ from octavo.fp8.blocks.probe import share_trials
 from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.dense.swap import SwappedModule, replace
-from octavo.fp8.kernels.self_check import run_checks
 from octavo.fp8.moe import experts
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.observe import counts
@@ -30,6 +29,7 @@ from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.policy.decisions import is_meta
 from octavo.fp8.policy.policy import HEAD, OFF, PlanError
 from octavo.fp8.policy.topology import describe_layers
+from octavo.fp8.self_check.untested import run_checks
 from octavo.fp8.weights.cache import CachesWeights, register_owner
 
 _HIGH = Recipe(OFF, "high precision", None, None, None)
@@ -40,7 +40,7 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
 
     ``others``: further plans of the same model, for later calls of :func:`switch_plan`. Layers that are FP8 in any of
     them are converted now, and compute in high precision while this plan requires that. With untested versions of torch
-    or Triton the kernels are first compared with the reference (:mod:`octavo.fp8.kernels.self_check`).
+    or Triton the kernels are first compared with the reference (:mod:`octavo.fp8.self_check.untested`).
 
     Raises:
         PlanError: a layer cannot switch between the plans; the plan is for a different model; FP8 was applied before;

@@ -12,7 +12,6 @@ from octavo.base.recipe_specs import TENSOR
 from octavo.fp8.arithmetic.recipe import RECIPES, Recipe
 from octavo.fp8.dense.compiled_check import check_compiled_layer
 from octavo.fp8.kernels.registry import select
-from octavo.fp8.kernels.self_check import Check, fused_checks, kernel_checks
 from octavo.fp8.measuring.cases import Measurements
 from octavo.fp8.moe.grouped import why_not_grouped
 from octavo.fp8.planning.frozen import frozen_notes
@@ -24,6 +23,8 @@ from octavo.fp8.policy.decisions import OUTSIDE, applies
 from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
 from octavo.fp8.policy.stays import last_layer
+from octavo.fp8.self_check.reference_checks import fused_checks, kernel_checks
+from octavo.fp8.self_check.untested import Check, failed_checks
 
 _FUSED = {
     NORM: ("rmsnorm",),
@@ -80,12 +81,24 @@ def make_notes(
     notes += [
         f"{whys.count(why)} rows of experts run one expert at a time: {why}" for why in dict.fromkeys(whys) if why
     ]
+    notes += _failed_kernel_notes(fp8, device)
     if policy.fuse == AUTO:
         notes.append(
             "fuse: auto means off: version 0.4.0 measured whether to run q, k and v, or gate and up, as one GEMM; now "
             "each layer runs its own GEMM on a shared cast of the input"
         )
     return tuple(notes)
+
+
+def _failed_kernel_notes(rows: Sequence[PlanRow], device: torch.device) -> list[str]:
+    """Return a note for each kernel of a chosen backend that computed wrong results on this machine."""
+    backends = {chosen.backend.name for row in rows for chosen in row.selections.values()}
+    return [
+        f"{name} computes wrong results here ({result}), so training stops before its first step; fp8.backend: "
+        "reference avoids it, and `octavo doctor` checks it again"
+        for name, result in failed_checks(device).items()
+        if name.rpartition(" on ")[2] in backends
+    ]
 
 
 def _cast_notes(policy: Policy, rows: Sequence[PlanRow]) -> list[str]:
@@ -152,7 +165,7 @@ def measurement_notes(policy: Policy, measurements: Measurements | None, rows: S
 def collect_kernel_checks(plans: Sequence[Plan], device: torch.device) -> dict[str, Check]:
     """Return the checks of all kernels that the plans use on a device, by name, and of one compiled layer at the end.
 
-    :func:`octavo.fp8.kernels.self_check.run_checks` runs them with untested versions of torch or Triton.
+    :func:`octavo.fp8.self_check.untested.run_checks` runs them with untested versions of torch or Triton.
     """
     checks: dict[str, Check] = {}
     compiled: dict[str, Check] = {}

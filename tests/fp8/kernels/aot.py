@@ -8,8 +8,9 @@ registers a thread, shared memory a program, bytes of local memory a thread (spi
 the tensor core instruction (wgmma: Hopper; tcgen05: Blackwell of data centres; mma: all others), how many instructions
 a thread executes and how many in one step of each loop with products (read from the machine code, see ``sass``),
 and how wide the accesses to global memory are. The exit code is 1 if a form does not compile, needs more shared memory
-than the architecture has, spills more bytes than it may (:class:`Variant`), or if its products wait for each other
-(serialised); 2, with a sentence, if the words mean nothing. ``--json`` writes the rows, and which Triton compiled them.
+than the architecture has, spills more bytes than it may (:class:`Variant`), if its products wait for each other
+(serialised), or if it stores single bytes to shared memory and has ``max.NaN`` (:data:`BYTES_AFTER_NAN`); 2, with a
+sentence, if the words mean nothing. ``--json`` writes the rows, and which Triton compiled them.
 The reports that are kept, one a version of Triton (make them again when a kernel changes; until then the long test
 compiles all forms and not one of each kernel)::
 
@@ -52,6 +53,11 @@ SHARED = {89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 _TENSOR_CORE = (("tcgen05.mma", "tcgen05"), ("wgmma.mma_async", "wgmma"), ("mma.sync", "mma"))
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[A-Za-z0-9_:]+)*?(?:\.v(\d))?\.[bufs](\d+)\b")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_NAN = re.compile(r"\b(?:max|min)(?:\.ftz)?\.NaN\b")
+_BYTE_STORE = re.compile(r"\bst\.shared(?:::\w+)?(?:\.v\d)?\.[bsu]8\b")
+BYTES_AFTER_NAN: dict[str, str] = {}
+"""Kernels that may have ``max.NaN`` together with stores of single bytes to shared memory, and why. Triton (up to 3.8,
+as far as is known) writes wrong bytes for some of them: issue 11111."""
 _ROOT = Path(__file__).parents[3]
 _SELF = "tests.fp8.kernels.aot"  # __name__ is "__main__" where this is the command
 
@@ -61,8 +67,9 @@ def report(archs: Sequence[int] = ARCHS, first: bool = False, only: str = "", jo
 
     Keys: ``name``, ``kernel``, ``module``, ``arch``, ``error`` (None, or why it failed), and unless it failed
     ``registers``, ``spill`` and ``shared`` (bytes), ``tensor_core``, ``executed`` (instructions a thread), ``steps``
-    (of them in a step of each loop with products), ``serialised``, ``loads`` and ``stores`` (access width in bytes ->
-    number of instructions). In a process whose kernels belong to the interpreter, another process does the work.
+    (of them in a step of each loop with products), ``serialised``, ``bytes_after_nan`` (:data:`BYTES_AFTER_NAN`),
+    ``loads`` and ``stores`` (access width in bytes -> number of instructions). In a process whose kernels belong to the
+    interpreter, another process does the work.
 
     Raises:
         ValueError: an architecture that is not in :data:`ARCHS`, ``only`` that matches nothing, fewer than one job, or
@@ -99,6 +106,8 @@ def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
             results.append(f"{where} needs {row['shared']} bytes of shared memory, there are {SHARED[row['arch']]}")
         elif row["serialised"]:
             results.append(f"{where} is serialised: each of its products waits for the one before it")
+        elif row["bytes_after_nan"] and row["kernel"] not in BYTES_AFTER_NAN:
+            results.append(f"{where} stores single bytes to shared memory and has max.NaN: issue 11111 of Triton")
     return results
 
 
@@ -194,9 +203,15 @@ def _examined(compiled: Any) -> dict[str, Any]:
         "executed": listing.executed(),
         "steps": [len(step) for step in listing.steps()],
         "serialised": listing.serialised(),
+        "bytes_after_nan": bytes_after_nan(ptx),
         "loads": dict(sorted(results["ld"].items(), reverse=True)),
         "stores": dict(sorted(results["st"].items(), reverse=True)),
     }
+
+
+def bytes_after_nan(ptx: str) -> bool:
+    """Whether a kernel has an instruction that keeps NaN in a maximum, and stores of single bytes to shared memory."""
+    return _NAN.search(ptx) is not None and _BYTE_STORE.search(ptx) is not None
 
 
 def _usage(cubin: bytes) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ PTX does not tell: ``ptxas`` moves, merges and spills, and may set a wait after 
 
     listing = disassembled(compiled.asm["cubin"])
     listing.executed()      instructions that a thread issues from entry to exit, each loop counted once
-    listing.steps()         one list for each innermost loop that multiplies on the tensor cores: a step of it
+    listing.loops()         one list for each innermost loop: a step of it
+    listing.steps()         the same for loops that multiply on the tensor cores
     listing.serialised()    whether such a step waits after every product of Hopper (wgmma)
 
 Of several ways through the code the one with most accesses to global memory and matrix products is taken, and of those
@@ -17,6 +18,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,12 +70,16 @@ class Listing:
         return way
 
     def steps(self) -> list[list[Instruction]]:
-        """One step of each innermost loop with matrix products, as the way through it that does most work."""
+        """One step of each innermost loop with matrix products."""
+        return self.loops(lambda way: any(i.tensor for i in way))
+
+    def loops(self, counts: Callable[[list[Instruction]], bool] = bool) -> list[list[Instruction]]:
+        """One step of each innermost loop for which ``counts``, as the way through it that does most work."""
         ways: dict[tuple[int, int], list[Instruction]] = {}
         for last, found in enumerate(self.instructions):
             if found.target is not None and found.target <= last and not found.opcode.startswith("CALL"):
                 way = self._way(found.target, last)  # none: a wait, out of line, that goes back into the line
-                if any(i.tensor for i in way):
+                if counts(way):
                     ways[found.target, last] = way
         return [way for loop, way in sorted(ways.items()) if not any(_within(other, loop) for other in ways)]
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from tests.fp8.kernels import aot, forms
 
 KERNELS = {"rmsnorm_rows", "rmsnorm_tile", "rstd_of_rows", "swiglu", "swiglu_backward", "gemm_kernel", "decode_kernel"}
-KERNELS |= {"product_kernel", "attend_kernel", "sums_kernel"}
+KERNELS |= {"product_kernel", "attend_kernel", "sums_kernel", "cast_kernel", "rows_kernel"}
 MODULES = {"cast", "gemm", "decode", "grouped", "fused", "rows"}
 
 
@@ -27,8 +27,8 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert {row["module"] for row in rows} >= MODULES and {row["kernel"] for row in rows} >= KERNELS
     for row in rows:
         assert 16 <= row["registers"] <= 255, row["name"]
-        # stores may all be atomic; codes come by TMA and operands by asynchronous copies: products may have no loads
-        assert row["loads"] or row["kernel"] in ("decode_kernel", "product_kernel"), row["name"]
+        # stores may all be atomic; codes come by TMA, operands and whole rows by asynchronous copies, not by loads
+        assert row["loads"] or row["kernel"] in ("decode_kernel", "product_kernel", "rows_kernel"), row["name"]
         if row["module"] in ("gemm", "grouped") or row["kernel"] == "decode_kernel":
             assert row["tensor_core"] == "wgmma" and row["steps"], f"{row['name']} leaves the tensor cores alone"
 
@@ -89,6 +89,7 @@ def test_stored_reports_are_valid(version: str) -> None:
     name = f"aot_triton_{version.replace('.', '_')}.json"
     report = json.loads((KEPT / name).read_text(encoding="utf-8"))
     rows = report["rows"]
+    assert all("bytes_after_nan" in row for row in rows), f"{name} is older than the key; make it again"
     assert report["triton"].startswith(version) and not aot.faults(rows)
     products = [row for row in rows if row["module"] in ("gemm", "decode", "grouped")]
     spilling = [(row["name"], row["arch"]) for row in products if row["spill"]]
@@ -172,14 +173,30 @@ def test_failures_are_listed_and_set_exit_code(tmp_path: Path) -> None:
 def test_shared_memory_and_serialized_products_are_faults() -> None:
     row = {"name": "big", "kernel": "k", "module": "m", "arch": 90, "error": None, "registers": 64, "spill": 0}
     row |= {"allowed": 0, "shared": 200 * 1024, "tensor_core": None, "loads": {16: 2}, "stores": {}}
-    row |= {"executed": 99, "steps": [40], "serialised": False}
+    row |= {"executed": 99, "steps": [40], "serialised": False, "bytes_after_nan": False}
     assert aot.faults([row]) == []
     assert aot.faults([{**row, "arch": 120}]) == [
         "m: big for sm_120 needs 204800 bytes of shared memory, there are 101376"
     ]
     (serialised,) = aot.faults([{**row, "serialised": True}])
     assert serialised == "m: big for sm_90 is serialised: each of its products waits for the one before it"
+    (bytewise,) = aot.faults([{**row, "bytes_after_nan": True}])
+    assert bytewise == "m: big for sm_90 stores single bytes to shared memory and has max.NaN: issue 11111 of Triton"
     assert "2x16B" in aot.table([row]) and "FAILED" in aot.table([{**row, "error": "no"}])
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (("max.NaN.f32 %f1, %f2, %f3;", "st.shared.b8 [%r1], %rs1;"), True),
+        (("min.ftz.NaN.f32 %f1, %f2, %f3;", "@%p1 st.shared.v4.b8 [%r1], {%rs1, %rs2, %rs3, %rs4};"), True),
+        (("max.NaN.f32 %f1, %f2, %f3;", "st.shared::cta.u8 [%r1], %rs1;"), True),
+        (("max.NaN.f32 %f1, %f2, %f3;", "st.shared.b32 [%r1], %r2;", "st.global.b8 [%rd1], %rs1;"), False),
+        (("max.f32 %f1, %f2, %f3;", "st.shared.b8 [%r1], %rs1;"), False),
+    ],
+)
+def test_byte_stores_after_nan_are_seen(lines: tuple[str, ...], expected: bool) -> None:
+    assert aot.bytes_after_nan("\n".join(lines)) is expected
 
 
 def test_unknown_arguments_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:

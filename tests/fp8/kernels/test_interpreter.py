@@ -198,8 +198,8 @@ def test_kernel_that_did_not_run_fails(layer: str, poisoned: None, monkeypatch: 
 
 FAULTS = {
     "a scale twice too large": (
-        "scale_of(top_bits(tl.abs(blocks), 2)",
-        "scale_of(0x800000 + top_bits(tl.abs(blocks), 2)",
+        "scale_of(tops(tl.abs(blocks), 2, E8M0)",
+        "scale_of(0x800000 + tops(tl.abs(blocks), 2, E8M0)",
     ),
     "the reciprocal off by one exponent": ("encode(blocks, scale, bad", "encode(blocks, 2 * scale, bad"),
     "codes of the unrounded result": ("g * sigmoid(g) * u, gate.dtype.element_ty", "g * sigmoid(g) * u, tl.float32"),

@@ -19,10 +19,12 @@ pytest.importorskip("triton")
 from octavo import fp8
 from octavo.doctor import fp8_backends
 from octavo.fp8.dense import compiled_check
-from octavo.fp8.kernels import registry, self_check
-from octavo.fp8.kernels.self_check import Mismatch, SelfCheckError
+from octavo.fp8.kernels import registry
 from octavo.fp8.optim import engine
 from octavo.fp8.planning import collect_kernel_checks
+from octavo.fp8.self_check import reference_checks
+from octavo.fp8.self_check import untested as self_check
+from octavo.fp8.self_check.untested import Mismatch, SelfCheckError
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 CPU = torch.device("cpu")
@@ -185,23 +187,38 @@ def test_planted_fault_is_reported_before_apply(newer: pytest.MonkeyPatch, fault
         (
             "grouped_dgrad",
             lambda out: out * 0.9,
-            self_check.kernel_checks(RECIPE, "dgrad", "triton", CPU, grouped=True),
+            reference_checks.kernel_checks(RECIPE, "dgrad", "triton", CPU, grouped=True),
         ),
-        ("quantize_with_scale", flip, self_check.kernel_checks(fp8.recipe("delayed"), "fwd", "triton", CPU)),
+        ("quantize_with_scale", flip, reference_checks.kernel_checks(fp8.recipe("delayed"), "fwd", "triton", CPU)),
         (
             "rmsnorm_quantize",
             lambda out: (out[0] * 1.1, *out[1:]),
-            self_check.fused_checks(RECIPE, "rmsnorm", "triton", CPU),
+            reference_checks.fused_checks(RECIPE, "rmsnorm", "triton", CPU),
         ),
         (
             "swiglu_quantize",
             lambda out: (out[0], flip(out[1]), out[2]),
-            self_check.fused_checks(RECIPE, "swiglu", "triton", CPU),
+            reference_checks.fused_checks(RECIPE, "swiglu", "triton", CPU),
+        ),
+        (
+            "swiglu_codes",
+            lambda out: (double_scale(out[0]), out[1]),
+            reference_checks.fused_checks(RECIPE, "swiglu", "triton", CPU),
+        ),
+        (
+            "rmsnorm_codes",
+            lambda out: (out[0], double_scale(out[1]), out[2]),
+            reference_checks.fused_checks(RECIPE, "rmsnorm", "triton", CPU),
+        ),
+        (
+            "quantize_both",
+            lambda pair: (pair[0], flip(pair[1]) if pair[1].data.shape == reference_checks.WHOLE_TILES else pair[1]),
+            reference_checks.kernel_checks(fp8.recipe("blockwise"), "wgrad", "triton", CPU),
         ),
         (
             "swiglu_backward_quantize",
             lambda out: (out[2], *out[1:]),
-            self_check.fused_checks(RECIPE, "swiglu_backward", "triton", CPU),
+            reference_checks.fused_checks(RECIPE, "swiglu_backward", "triton", CPU),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -216,6 +233,25 @@ def test_experts_fused_blocks_and_delayed_scaling_are_checked(
         assert isinstance(check(), Mismatch)
 
 
+@pytest.mark.usefixtures("no_compile")
+def test_failed_kernel_is_named_by_the_plan_and_refused_with_tested_versions(newer: pytest.MonkeyPatch) -> None:
+    name = "wgrad of rowwise e4m3 on triton"
+    with newer.context() as broken:
+        broken.setattr(TRITON, "gemm_wgrad", with_fault("gemm_wgrad", add))
+        with pytest.raises(SelfCheckError, match=name):
+            fp8.apply(*network())
+        newer.setattr(self_check, "TESTED", {"torch": (99, 0), "triton": (99, 0)})
+        newer.setattr(self_check, "_passed_here", set())
+        (note,) = [note for note in network()[1].notes if "wrong results" in note]
+        assert note.startswith(f"{name} computes wrong results here (result in bf16 at [2, 3] is ")
+        with pytest.raises(SelfCheckError, match=rf"^torch \S+, triton \S+: {name} computes wrong results"):
+            fp8.apply(*network())
+        assert not any("wrong results" in note for note in network("reference")[1].notes)
+        fp8.apply(*network("reference"))
+    fp8.apply(*network())  # the kernel is right again
+    assert not self_check.failed_checks(CPU) and not any("wrong results" in note for note in network()[1].notes)
+
+
 def test_optimizer_kernel_is_checked_when_selected(newer: pytest.MonkeyPatch) -> None:
     """The engine is made to run on another device, whose kernel has a fault."""
     original = TRITON.adamw
@@ -225,7 +261,7 @@ def test_optimizer_kernel_is_checked_when_selected(newer: pytest.MonkeyPatch) ->
         pieces[0].weight[7] += 1e-3
 
     newer.setattr(engine, "run_checks", lambda checks, device: self_check.run_checks(checks, CPU))
-    newer.setattr(engine, "adamw_checks", lambda name, device: self_check.adamw_checks(name, CPU))
+    newer.setattr(engine, "adamw_checks", lambda name, device: reference_checks.adamw_checks(name, CPU))
     newer.setattr(engine, "select", lambda op, **_: registry.Selection(TRITON, "", ()))
     assert engine.select_engine(torch.device("meta")) == TRITON.adamw
     newer.setattr(self_check, "_passed_here", set())
@@ -306,7 +342,7 @@ def test_doctor_reports_checks(newer: pytest.MonkeyPatch) -> None:
     newer.setattr(type(TRITON), "why_not_auto", lambda self, device: None)
     newer.setattr(fp8, "RECIPES", ("rowwise",))
     check = fp8_backends.versions_tested("cpu")
-    assert "5 checks of kernels and a compiled layer agree with the reference on cpu" in check.found
+    assert "11 checks of kernels and a compiled layer agree with the reference on cpu" in check.found
     newer.setattr(self_check, "_passed_here", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "gemm_wgrad", with_fault("gemm_wgrad", add))

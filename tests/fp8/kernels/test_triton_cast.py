@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from octavo.fp8.arithmetic import cast as reference
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.kernels import layout
-from octavo.fp8.kernels.triton_kernels import cast
+from octavo.fp8.kernels.triton_kernels import cast, cast_plans, tiles
 from octavo.fp8.kernels.triton_kernels.launch import launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,11 +84,26 @@ def test_both_layouts_equal_separate_casts(pair, kind):
     x = spread(70, 200)
     with launches() as recorded:
         first, second = cast.quantize_both(x, row, col)
+    rowwise = pair == ((1, -1), (-1, 1))
     assert recorded["cast_kernel"] == 1, recorded
-    assert recorded["amax_kernel"] == int(any(-1 in b for b in pair)), recorded
+    assert recorded["rows_kernel"] == int(rowwise), recorded
+    assert recorded["amax_kernel"] == int(not rowwise and any(-1 in b for b in pair)), recorded
     for q, spec, contract in ((first, row, 1), (second, col, 0)):
         assert_same(q, x, spec)
         assert_laid(q, contract)
+
+
+@pytest.mark.parametrize("warps", cast_plans.TILES_OF_TWO)
+def test_tiles_of_8_and_16_warps_give_the_same_codes(warps, monkeypatch):
+    forms = []
+    real = cast.launch
+    monkeypatch.setattr(cast, "launch", lambda k, g, *a, **o: (forms.append(o), real(k, g, *a, **o)))
+    row, col = CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 1))
+    x = spread(140, 136)
+    for q, spec in zip(cast.quantize_both(x, row, col, warps), (row, col), strict=True):
+        assert_same(q, x, spec)
+    cast.quantize_both(x, row, col)
+    assert [form["num_warps"] for form in forms] == [warps, 16]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +145,36 @@ def test_empty_and_tiny_matrices(shape):
     scale = torch.tensor(0.37, device=DEVICE)
     (got,) = cast.quantize_with_scale(x, scale, spec)
     assert_same(got, x, spec, reference.quantize_with_scale(x.cpu(), scale.cpu(), spec))
+
+
+@pytest.mark.parametrize(("kinds", "processors"), [(("pow2", "pow2"), 1), (("fp32", "e8m0"), 3), (("e8m0", "fp32"), 1)])
+def test_rows_are_cast_with_the_maxima_of_columns(kinds, processors, monkeypatch):
+    """Programs take several tiles of rows each; maxima of columns are those of all programs."""
+    monkeypatch.setattr(cast, "gpu_of", lambda device: tiles.Gpu(90, processors))
+    row, col = CastSpec("e4m3", (1, -1), kinds[0]), CastSpec("e5m2", (-1, 1), kinds[1])
+    for rows, cols, dtype in ((300, 100, torch.bfloat16), (26, 4100, torch.float32), (48, 2048, torch.float16)):
+        x = spread(rows, cols, torch.float32)
+        x[0], x[1], x[2, :7] = 0, -0.0, -1e-40
+        if cols != 2048:
+            x[rows - 1, 60], x[9, 0] = float("nan"), float("-inf")
+        x = x.to(dtype)
+        for y, first, second in ((x, row, col), (x.t().contiguous().t(), row, col), (x[:, ::2], row, col)):
+            with launches() as recorded:
+                results = cast.quantize_both(y, first, second)
+            assert recorded == {"rows_kernel": 1, "cast_kernel": 1}, recorded
+            for q, spec, contract in zip(results, (first, second), (1, 0), strict=True):
+                assert_same(q, y, spec)
+                assert_laid(q, contract)
+
+
+def test_rows_too_long_for_maxima_take_a_pass_of_their_own():
+    x = spread(3, cast_plans.LONGEST_WITH_MAXIMA + 8)
+    row, col = CastSpec("e4m3", (1, -1)), CastSpec("e4m3", (-1, 1))
+    with launches() as recorded:
+        results = cast.quantize_both(x, row, col)
+    assert recorded == {"amax_kernel": 1, "cast_kernel": 1}, recorded
+    for q, spec in zip(results, (row, col), strict=True):
+        assert_same(q, x, spec)
 
 
 def awkward() -> torch.Tensor:
@@ -241,8 +286,8 @@ def test_tiles_within_the_matrix_and_at_its_edges(pair, monkeypatch):
             assert_same(q, x, spec)
             assert_laid(q, contract)
         taken = forms[-1][1]
-        assert taken["INSIDE"] == (pair[1][0] != 1)
-        if taken["INSIDE"] and (128, 128) not in pair:  # whose scales are padded to four blocks
+        assert taken["INSIDE"]
+        if (128, 128) not in pair:  # whose scales are padded to four blocks
             assert taken["EDGES"] == (cols == 160)
         assert_same(cast.quantize(x, row), x, row)
 

@@ -15,7 +15,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from octavo.fp8.kernels.triton_kernels.bits import INF_BITS, scale_of, scaled, top_bits
+from octavo.fp8.kernels.triton_kernels.bits import (
+    INF_BITS,
+    amax_bits,
+    larger,
+    scale_of,
+    scaled,
+    top_bits,
+)
 
 
 class Facts(NamedTuple):
@@ -31,20 +38,43 @@ class Facts(NamedTuple):
     scale_given: bool  # scales are read (delayed scaling)
     pad_rows: int  # block rows and columns are padded to multiples of these
     pad_cols: int
+    integers: bool  # maxima are of integer patterns: see :func:`tops`
 
 
 @triton.jit
-def block_tops(magnitude, NR: tl.constexpr, NC: tl.constexpr):
+def tops(magnitude, AXIS: tl.constexpr, INTEGERS: tl.constexpr):
+    """fp32 |x| -> int32 patterns of the largest along an axis.
+
+    INTEGERS: without the instruction ``max.NaN``. Kernels that move single bytes through shared memory need this,
+    because compilers may write wrong bytes there after that instruction (issue 11111 of Triton).
+    """
+    if INTEGERS:
+        return tl.max(amax_bits(magnitude), axis=AXIS)
+    else:
+        return top_bits(magnitude, AXIS)
+
+
+@triton.jit
+def larger_magnitude(a, b, INTEGERS: tl.constexpr):
+    """The larger of two fp32 |x|, or NaN if either is NaN; INTEGERS: see :func:`tops`."""
+    if INTEGERS:
+        return tl.maximum(amax_bits(a), amax_bits(b)).to(tl.float32, bitcast=True)
+    else:
+        return larger(a, b)
+
+
+@triton.jit
+def block_tops(magnitude, NR: tl.constexpr, NC: tl.constexpr, INTEGERS: tl.constexpr):
     """amax patterns of the NR x NC blocks of a tile, fp32 |x| [rows, columns] -> int32 [NR, NC]."""
     HR: tl.constexpr = magnitude.shape[0] // NR
     HC: tl.constexpr = magnitude.shape[1] // NC
     if HC == 1:
-        return top_bits(tl.reshape(magnitude, [NR, HR, NC]), 1)
+        return tops(tl.reshape(magnitude, [NR, HR, NC]), 1, INTEGERS)
     elif HR == 1:
-        return top_bits(tl.reshape(magnitude, [NR, NC, HC]), 2)
+        return tops(tl.reshape(magnitude, [NR, NC, HC]), 2, INTEGERS)
     else:
         # First within each row of a block, then over its rows; patterns order as magnitudes do.
-        return tl.max(top_bits(tl.reshape(magnitude, [NR, HR, NC, HC]), 3), axis=1)
+        return tl.max(tops(tl.reshape(magnitude, [NR, HR, NC, HC]), 3, INTEGERS), axis=1)
 
 
 @triton.jit
@@ -52,7 +82,7 @@ def tile_tops(magnitude, CAST: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr)
     """:func:`block_tops` of a TR x TC tile under a cast; a scalar where one block is the whole matrix."""
     NR: tl.constexpr = 1 if CAST.rows == -1 else TR // CAST.rows
     NC: tl.constexpr = 1 if CAST.cols == -1 else TC // CAST.cols
-    top = block_tops(magnitude, NR, NC)
+    top = block_tops(magnitude, NR, NC, CAST.integers)
     if CAST.rows == -1 and CAST.cols == -1:
         top = tl.max(top)
     return top

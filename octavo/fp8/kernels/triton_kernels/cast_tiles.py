@@ -16,9 +16,9 @@ A cast moves bytes: it reads 2 per value (bf16) and writes 1 for each layout. Co
 * 128 x 128 values in two layouts are 64 for each thread of 8 warps. They must fit in 128 registers, so that a second
   program on the multiprocessor loads while the first computes. Therefore no code needs a select for bad blocks (the
   scale is NaN) or for padding (a branch that only ragged tiles take), and reciprocals are integer work, one per block.
-* Instructions, not bytes, bound a careless cast. Tiles inside the matrix take ``cast_inside``, which has no masks;
-  tiles at the edges, unaligned rows and whole rows take the masked path below. INSIDE says that tiles of the first kind
-  may exist, EDGES that tiles of the second kind do: the form without EDGES has no masks at all.
+* Instructions, not bytes, bound a careless cast. ``cast_words`` moves codes to the other layout four at a time, and has
+  no masks for tiles inside the matrix. INSIDE says that such tiles may exist, EDGES that tiles at the edges do: the
+  form without EDGES has no masks at all. Only tiles of one or two whole rows take ``cast_rows``.
 
 The compiled code (capability 9.0, bf16, lengths that are multiples of 16): ``ld.global.v4.b32`` for every load,
 ``st.global.v2.b32`` for codes in rows and ``v4`` for columns, one ``cvt.rn.satfinite`` for two codes, one
@@ -34,9 +34,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.fp8.kernels.triton_kernels.bits import amax_bits, decode_bits, encode_bits, round_to, scale_of, widen
-from octavo.fp8.kernels.triton_kernels.cast_blocks import in_units, indices, scales_at, store_scales, tile_tops
-from octavo.fp8.kernels.triton_kernels.cast_inside import cast_inside
+from octavo.fp8.kernels.triton_kernels.bits import amax_bits, decode_bits, round_to, scale_of
+from octavo.fp8.kernels.triton_kernels.cast_rows import cast_rows, load_tile
+from octavo.fp8.kernels.triton_kernels.cast_words import cast_words
 
 
 @triton.jit
@@ -49,86 +49,6 @@ def _place(pid_r, M, sizes_ptr, starts_ptr, tiles_ptr, GROUPED: tl.constexpr, TR
         # Tiles of no expert (-1) end at row 0: all of their values are read as 0, and x is ignored.
         return group, tl.where(expert >= 0, tl.load(starts_ptr + group) + tl.load(sizes_ptr + group), 0)
     return 0, M
-
-
-@triton.jit
-def _load(x_ptr, batch, stride_b, stride_r, stride_c, row, col, end, K, EVEN, UNIT, TR: tl.constexpr, TC: tl.constexpr):
-    """(values fp32 [TR, TC], mask of the real ones) of the tile at (row, col); 0 outside of the matrix."""
-    r = tl.arange(0, TR)[:, None]
-    c = tl.arange(0, TC)[None, :]
-    real = (row + r < end) & (col + c < K)
-    if UNIT:
-        # Contiguous rows: the start of the tile in int64, offsets inside it in int32, alignment proved by EVEN.
-        step = stride_r // EVEN * EVEN
-        stride_b = stride_b // EVEN * EVEN
-        x = tl.load(x_ptr + batch * stride_b + row.to(tl.int64) * step + col + (r * step + c), mask=real, other=0.0)
-    else:
-        # Any strides: every offset in int64.
-        at = (row + r).to(tl.int64) * stride_r + (col + c).to(tl.int64) * stride_c
-        x = tl.load(x_ptr + batch * stride_b + at, mask=real, other=0.0)
-    return widen(x), real
-
-
-@triton.jit
-def _emit(
-    x, real, ragged, place, M, K, out, CAST: tl.constexpr, CONTRACT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
-):
-    """Cast the tile x, fp32 [TR, TC], and store codes and scales; codes [M, K] for CONTRACT 1, transposed for 0.
-
-    ``real``: mask of the values inside the matrix; ``ragged``: whether any is outside; ``place``, ``out``: cast_blocks.
-    """
-    batch, pid_r, pid_c, _ = place
-    i, j = indices(place, CAST, TR, TC)
-    # Reduce and scale: the amax of each block, from the tile or from memory; padding is 0 and changes none.
-    s = scales_at(tile_tops(tl.abs(x), CAST, TR, TC) if CAST.from_tile else 0, i, j, place, M, K, out, CAST)
-    store_scales(s[0], i, j, place, M, K, out, CAST)
-    # Cast. NaN scales of bad blocks make NaN codes.
-    codes = encode_bits(in_units(x, s, CAST), CAST.e5m2)
-    # Padding codes are 0 even in a bad block, where NaN divided them. Only ragged tiles pay for the select.
-    if ragged:
-        codes = tl.where(real, codes, 0)
-
-    # Store up to the padded sizes of the buffer, whose padding this writes as zeros.
-    r = tl.arange(0, TR)[:, None]
-    c = tl.arange(0, TC)[None, :]
-    row = pid_r * TR
-    col = pid_c * TC
-    pitch = out[1] // 16 * 16
-    if CONTRACT == 1:
-        free = tl.cdiv(M, 16) * 16
-        start = out[0] + (batch * free + row) * pitch + col
-        tl.store(start + (r * pitch + c), codes, mask=(row + r < free) & (col + c < pitch))
-    else:
-        free = tl.cdiv(K, 16) * 16
-        start = out[0] + (batch * free + col) * pitch + row
-        tl.store(start + (c * pitch + r), codes, mask=(col + c < free) & (row + r < pitch))
-
-
-@triton.jit
-def _masked(
-    x_ptr,
-    strides,  # of x: batch, row, column
-    ragged,  # whether any value of the tile is outside the matrix
-    place,
-    end,  # of the tile's real rows
-    M,
-    K,
-    out1,
-    out0,
-    CAST1: tl.constexpr,
-    CAST0: tl.constexpr,
-    EVEN: tl.constexpr,
-    UNIT: tl.constexpr,
-    TR: tl.constexpr,
-    TC: tl.constexpr,
-):
-    """Cast the tile at ``place``, which may reach over the edges of the matrix; arguments as in :func:`cast_kernel`."""
-    batch, pid_r, pid_c, _ = place
-    x, real = _load(x_ptr, batch, *strides, pid_r * TR, pid_c * TC, end, K, EVEN, UNIT, TR, TC)
-    if CAST1 is not None:
-        _emit(x, real, ragged, place, M, K, out1, CAST1, 1, TR, TC)
-    if CAST0 is not None:
-        _emit(x, real, ragged, place, M, K, out0, CAST0, 0, TR, TC)
 
 
 @triton.jit
@@ -165,7 +85,7 @@ def cast_kernel(
     EVEN: tl.constexpr,  # power of two up to 16 that divides strides and K; 1 if not UNIT
     UNIT: tl.constexpr,  # the last stride of x is 1
     BATCH: tl.constexpr,  # x has a batch of more than 1
-    INSIDE: tl.constexpr,  # tiles inside the matrix may take the unmasked path
+    INSIDE: tl.constexpr,  # tiles may be inside the matrix and have contiguous rows: they need no masks
     EDGES: tl.constexpr,  # some tiles are ragged
     TR: tl.constexpr,  # rows and columns of a tile
     TC: tl.constexpr,
@@ -184,15 +104,18 @@ def cast_kernel(
     strides = (stride_b, stride_r, stride_c)
     # Tiles that reach beyond the real rows or columns: they mask loads and clear the codes of padding.
     ragged = (pid_r * TR + TR > end) | (pid_c * TC + TC > K)
-    # INSIDE and EDGES are constants: each compiled form holds only the paths that its shapes need.
-    if not INSIDE:
-        _masked(x_ptr, strides, ragged, place, end, M, K, out1, out0, CAST1, CAST0, EVEN, UNIT, TR, TC)
+    # All conditions but ``ragged`` are constants: each compiled form holds only the paths that its shapes need.
+    if TR % 4 != 0:
+        x, real = load_tile(x_ptr, batch, *strides, pid_r * TR, pid_c * TC, end, K, EVEN, UNIT, TR, TC)
+        cast_rows(x, real, ragged, place, M, K, out1, CAST1, TR, TC)
+    elif not INSIDE:
+        cast_words(x_ptr, strides, place, end, M, K, out1, out0, CAST1, CAST0, EVEN, UNIT, True, TR, TC)
     elif not EDGES:
-        cast_inside(x_ptr, stride_b, stride_r, place, M, K, out1, out0, CAST1, CAST0, EVEN, TR, TC)
+        cast_words(x_ptr, strides, place, end, M, K, out1, out0, CAST1, CAST0, EVEN, UNIT, False, TR, TC)
     elif ragged:
-        _masked(x_ptr, strides, ragged, place, end, M, K, out1, out0, CAST1, CAST0, EVEN, UNIT, TR, TC)
+        cast_words(x_ptr, strides, place, end, M, K, out1, out0, CAST1, CAST0, EVEN, UNIT, True, TR, TC)
     else:
-        cast_inside(x_ptr, stride_b, stride_r, place, M, K, out1, out0, CAST1, CAST0, EVEN, TR, TC)
+        cast_words(x_ptr, strides, place, end, M, K, out1, out0, CAST1, CAST0, EVEN, UNIT, False, TR, TC)
 
 
 @triton.jit
@@ -241,7 +164,7 @@ def amax_kernel(
     for step in tl.static_range(STEPS):
         at_r = row if ROWS else row + step * TR
         at_c = col + step * TC if ROWS else col
-        x, _ = _load(x_ptr, batch, stride_b, stride_r, stride_c, at_r, at_c, end, K, EVEN, UNIT, TR, TC)
+        x, _ = load_tile(x_ptr, batch, stride_b, stride_r, stride_c, at_r, at_c, end, K, EVEN, UNIT, TR, TC)
         bits = amax_bits(x)
         top = tl.maximum(top, bits)
         if ROWS and COLS:

@@ -29,6 +29,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.triton_kernels import cast, gemm, tiles
+from octavo.fp8.kernels.triton_kernels.cast_plans import Job
 from octavo.fp8.kernels.triton_kernels.contraction import apply_whole_scales, contract_scaled, store
 from octavo.fp8.kernels.triton_kernels.launch import launch
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
@@ -165,7 +166,7 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _plan(x: cast.Job, w: cast.Job, cols: int, contracted: int, gpu: Gpu) -> Plan:
+def _plan(x: Job, w: Job, cols: int, contracted: int, gpu: Gpu) -> Plan:
     form = tiles.form(tiles.scale_block(*x), tiles.scale_block(*w), fast=True, gpu=gpu)
     if not contracted:  # a TMA descriptor of an empty tensor is invalid, and the kernel reads nothing
         form = form._replace(tma=False)

@@ -1,7 +1,7 @@
 """A tile of a fused layer's result as four quarters, and how they are quantized and stored.
 
 Codes for a contraction along the rows are the tile transposed, and single bytes are slow to transpose (see
-``cast_inside.py``). So a tile is computed as four quarters: rows 0, 4, 8 ..., rows 1, 5, 9 ... and so on. A thread then
+``cast_words.py``). So a tile is computed as four quarters: rows 0, 4, 8 ..., rows 1, 5, 9 ... and so on. A thread then
 holds four adjacent rows of a column, whose codes make one word, and words are transposed. Rows are stored from each
 quarter. Tiles reach over the edge of the matrix into the padding of the outputs, where values are 0, so that codes are
 0 and scales 1: the same stores write padding and results. Where the matrix consists of WHOLE tiles there are no masks.
@@ -23,12 +23,11 @@ from octavo.fp8.kernels.triton_kernels.bits import (
     amax_bits,
     encode,
     encode_words,
-    larger,
     scale_of,
     scaled,
-    top_bits,
     widen,
 )
+from octavo.fp8.kernels.triton_kernels.cast_blocks import larger_magnitude, tops
 
 
 @triton.jit
@@ -89,9 +88,10 @@ def store_row(
         G: tl.constexpr = CAST[0]
         SPAN: tl.constexpr = BK if G == 0 else G
         N: tl.constexpr = r.shape[0]
-        # Reduce and scale: one amax per row and SPAN columns.
+        # Reduce and scale: one amax per row and SPAN columns. Scales of e8m0 need integers: see cast_blocks.tops.
         blocks = tl.reshape(widen(y), [N, BK // SPAN, SPAN])
-        scale, bad = scale_of(top_bits(tl.abs(blocks), 2)[:, :, None], CAST[1], CAST[2])
+        E8M0: tl.constexpr = scales.dtype.element_ty == tl.uint8
+        scale, bad = scale_of(tops(tl.abs(blocks), 2, E8M0)[:, :, None], CAST[1], CAST[2])
         out = tl.reshape(encode(blocks, scale, bad, CAST[1], CAST[2], False), [N, BK])
         if not WHOLE:
             # A bad block at the edge has NaN codes in its padding too; there they must be 0.
@@ -137,7 +137,8 @@ def store_columns(
         row, col, M, K = place
         G: tl.constexpr = CAST[0]
         # Reduce and scale: blocks have rows of all quarters, so their magnitudes meet element by element first.
-        top = top_bits(tl.reshape(_largest(q), [BM // G, G // 4, BK]), 1)
+        E8M0: tl.constexpr = scales.dtype.element_ty == tl.uint8
+        top = tops(tl.reshape(_largest(q, E8M0), [BM // G, G // 4, BK]), 1, E8M0)
         if CAST[3]:
             top = tl.broadcast_to(tl.max(top, axis=1)[:, None], [BM // G, BK])
         scale, bad = scale_of(top[:, None, :], CAST[1], CAST[2])
@@ -181,9 +182,10 @@ def store_columns(
 
 
 @triton.jit
-def _largest(q):
-    """The largest magnitude of the four quarters, fp32, at each position; NaN wins."""
-    return larger(larger(tl.abs(q[0]), tl.abs(q[1])), larger(tl.abs(q[2]), tl.abs(q[3])))
+def _largest(q, INTEGERS: tl.constexpr = False):
+    """The largest magnitude of the four quarters, fp32, at each position; NaN wins. INTEGERS: see cast_blocks.tops."""
+    low = larger_magnitude(tl.abs(q[0]), tl.abs(q[1]), INTEGERS)
+    return larger_magnitude(low, larger_magnitude(tl.abs(q[2]), tl.abs(q[3]), INTEGERS), INTEGERS)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastError, Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.triton_kernels import cast, tiles
+from octavo.fp8.kernels.triton_kernels.cast_plans import Job
 from octavo.fp8.kernels.triton_kernels.contraction import contract, place, store
 from octavo.fp8.kernels.triton_kernels.launch import launch
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
@@ -130,7 +131,7 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(
-    jobs: tuple[cast.Job, cast.Job], sizes: tuple[int, int, int], gpu: Gpu, tile: Tile | None, bias: bool, fixed: bool
+    jobs: tuple[Job, Job], sizes: tuple[int, int, int], gpu: Gpu, tile: Tile | None, bias: bool, fixed: bool
 ) -> Plan:
     """Computed once for all GEMMs of these casts and sizes (rows, columns, contraction)."""
     rows, cols, contracted = sizes

@@ -26,6 +26,7 @@ from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import Operand
 from octavo.fp8.kernels.triton_kernels import cast
+from octavo.fp8.kernels.triton_kernels.cast_plans import Jobs
 from octavo.fp8.kernels.triton_kernels.room import allocate
 
 
@@ -53,7 +54,7 @@ def _check(x: Tensor, groups: Groups) -> None:
         )
 
 
-def _rows(x: Tensor, jobs: cast.Jobs, groups: Groups) -> list[Quantized]:
+def _rows(x: Tensor, jobs: Jobs, groups: Groups) -> list[Quantized]:
     if groups.experts:
         outs = cast.run(x.detach(), jobs, groups=groups)
     else:  # all rows are padding

@@ -13,6 +13,8 @@ from tests.fp8.kernels.forms import Variant, launched
 
 EVEN, EDGES = (8192, 4096), (8200, 4096)
 """Tokens by features of Qwen3-8B, in whole tiles and with some at the edge."""
+LONG = (8192, 18944)
+"""Rows of Qwen2.5-7B, longer than one program holds with the maxima of the columns."""
 SPECS = {
     "1x128": (CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 1))),
     "1x32 e8m0": (CastSpec("e4m3", (1, 32), "e8m0"), CastSpec("e4m3", (32, 1), "e8m0")),
@@ -37,18 +39,39 @@ def variants() -> list[Variant]:
     square = CastSpec("e4m3", (128, 128))
     results = [form("cast 128x128 rows", lambda x: cast.quantize(x, square))]
     results.append(form("cast 128x128 both", lambda x: cast.quantize_both(x, square, square)))
+    mixed = (SPECS["1x128"][0], square)
+    results.append(form("cast 1x128 and 128x128", lambda x: cast.quantize_both(x, *mixed)))
+    results.append(form("cast 1x128 and 128x128, edges", lambda x: cast.quantize_both(x, *mixed), EDGES))
     for name, (row, col) in SPECS.items():
-        results.append(form(f"cast {name} both", lambda x, r=row, c=col: cast.quantize_both(x, r, c)))
-        results.append(form(f"cast {name} both, edges", lambda x, r=row, c=col: cast.quantize_both(x, r, c), EDGES))
+        if name != "row":  # whose layouts are two launches
+            results.append(form(f"cast {name} both", lambda x, r=row, c=col: cast.quantize_both(x, r, c)))
+            results.append(form(f"cast {name} both, edges", lambda x, r=row, c=col: cast.quantize_both(x, r, c), EDGES))
         results.append(form(f"cast {name} rows", lambda x, r=row: cast.quantize(x, r)))
+        results.append(form(f"cast {name} rows, edges", lambda x, r=row: cast.quantize(x, r), EDGES))
         results.append(form(f"cast {name} columns", lambda x, c=col: cast.quantize(x, c, 0)))
-    results.append(form("cast row rows, 18944 long", lambda x: cast.quantize(x, SPECS["row"][0]), (8192, 18944)))
+        results.append(form(f"cast {name} columns, edges", lambda x, c=col: cast.quantize(x, c, 0), EDGES))
+    for shape in (EVEN, EDGES, (8192, 12288), (8192, 1024)):
+        name = f"rows and maxima, {shape[0]} x {shape[1]}"
+        results.append(form(name, lambda x: cast.quantize_both(x, *SPECS["row"]), shape, 0))
+    # Loads of 8 bytes, of single values, and blocks of one row in both layouts.
+    row, col = SPECS["1x128"]
+    results.append(form("cast 1x128 both, 3420 wide", lambda x: cast.quantize_both(x, row, col), (8200, 3420)))
+    results.append(form("cast 1x128 both, 8 warps", lambda x: cast.quantize_both(x, row, col, 8)))
+    short = CastSpec("e4m3", (1, 16))
+    results.append(form("cast 1x16 both", lambda x: cast.quantize_both(x, short, short)))
+    for name in ("1x128", "row"):
+        pair = SPECS[name]
+        strided = f"cast {name} both, strided" if name != "row" else "rows and maxima, strided"
+        results.append(form(strided, lambda x, p=pair: cast.quantize_both(x[:, ::2], *p), EDGES, 0))
+        results.append(form(f"cast {name} rows, strided", lambda x, s=pair[0]: cast.quantize(x[:, ::2], s), EDGES))
+    results.append(form("cast row rows, 18944 long", lambda x: cast.quantize(x, SPECS["row"][0]), LONG))
     for name in ("tensor", "tensor e5m2"):
         spec = SPECS[name][0]
         results.append(form(f"cast {name} rows, scale given", lambda x, s=spec: _given(x, s, (1,))))
         results.append(form(f"cast {name} both, scale given", lambda x, s=spec: _given(x, s, (1, 0))))
-    for name, (row, col) in (("rows and columns", SPECS["row"]), ("tensor", SPECS["tensor"])):
-        results.append(form(f"amax {name}", lambda x, r=row, c=col: cast.quantize_both(x, r, c), at=0))
+    for name, (row, col), shape in (("rows and columns", SPECS["row"], LONG), ("tensor", SPECS["tensor"], EVEN)):
+        results.append(form(f"amax {name}", lambda x, r=row, c=col: cast.quantize_both(x, r, c), shape, 0))
+    results.append(form("cast row both, 18944 long", lambda x: cast.quantize_both(x, *SPECS["row"]), LONG))
     results.append(form("amax columns", lambda x: cast.quantize(x, SPECS["row"][1], 0), at=0))
     back = SPECS["1x128"][0]
     results.append(form("dequantize 1x128", lambda x: cast.dequantize(cast.quantize(x, back), torch.bfloat16)))

@@ -1,233 +1,28 @@
-"""Check kernels against the reference if torch or Triton is newer than the tested versions.
+"""The checks of kernels against the reference: casts bit for bit, products within rounding.
 
-:data:`TESTED` lists the tested versions. If a newer version is installed, the kernels of a plan or an optimizer run on
-small matrices on their device before they are used: casts must match bit for bit, products within rounding. The result
-depends only on what the kernels compute, not on version numbers. If a kernel differs or does not run, the start fails
-with a :class:`SelfCheckError` that has the kernel, the coordinate, both values and the fix.
-
-Each kernel is checked once per device, driver, torch, Triton and digest of the kernel sources. ``self_check.json`` in
-the cache folder (``OCTAVO_CACHE``, by default ``octavo`` in the user's cache folder) records the checks that passed. No
-further check begins after :data:`LIMIT_S`; the remaining checks run first at the next start. Checks never run during a
-capture or a compilation, and only on the first rank of a node.
-
-Sizes are not multiples of any tile, and the magnitudes of rows and columns differ, so that misplaced scales are
-detected.
+:mod:`octavo.fp8.self_check.untested` runs them, with versions that were not tested. The magnitudes of rows and columns
+differ, so that misplaced scales are detected. Products have sizes that are not multiples of any tile. Kernels that cast
+have one form for matrices in whole tiles and another for all others, and each runs here: compilers have written wrong
+codes in one form only (issue 11111 of Triton, in transposed stores of single bytes after ``max.NaN``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.metadata
-import json
-import os
-import re
-import time
-import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from octavo.base import accelerator, atomic_write
 from octavo.fp8.arithmetic.adamw import Hyper, Piece
-from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized, dequantize, quantize
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.kernels.capture import is_capturing
 from octavo.fp8.kernels.groups import Groups, group_rows
 from octavo.fp8.kernels.layout import CONTRACTED
-from octavo.fp8.kernels.registry import Backend, BackendError, get
+from octavo.fp8.kernels.registry import Backend, get
+from octavo.fp8.self_check.untested import Check, Mismatch
 
-TESTED: dict[str, tuple[int, int]] = {"torch": (2, 13), "triton": (3, 7)}
-"""The newest versions, major and minor, that the project's tests completed with."""
-LIMIT_S = 5.0
 BOUND = 2.0**-7  # times the sum of |a| |b|: the largest error of sums with 14 bits, rounded to bf16
 DELAYED_SCALE = 2.0**-4  # the scale of casts with a given scale
-FILE, _FORMAT = "self_check.json", 1
-
-
-class SelfCheckError(BackendError):
-    """With an untested version, the results of a kernel differ from the reference."""
-
-
-class Mismatch(NamedTuple):
-    """The largest difference between a kernel and the reference: the compared tensor, the coordinate, both values and
-    the allowed difference, which is 0 if the bits must be equal."""
-
-    what: str
-    at: tuple[int, ...]
-    value: float
-    expected: float
-    allowed: float
-
-    def __str__(self) -> str:
-        near = "the same bits" if not self.allowed else f"within {self.allowed:.3g}"
-        return f"{self.what} at {list(self.at)} is {self.value:.6g}, the reference has {self.expected:.6g} ({near})"
-
-
-Check = Callable[[], "Mismatch | None"]
-
-
-# --- untested versions, and the record of checks ----------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def installed_versions() -> dict[str, str]:
-    """Return the installed versions of the packages in :data:`TESTED`."""
-    versions = {"torch": str(torch.__version__)}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # without the package, no Triton kernel can run
-        versions["triton"] = importlib.metadata.version("triton")
-    return versions
-
-
-def find_untested() -> tuple[str, ...]:
-    """Return packages that are newer than tested, such as ``torch 2.15.0 (tested up to 2.13)``."""
-    untested = []
-    for package, version in installed_versions().items():
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        tested = TESTED[package]
-        if numbers is None or (int(numbers[1]), int(numbers[2])) > tested:
-            untested.append(f"{package} {version} (tested up to {tested[0]}.{tested[1]})")
-    return tuple(untested)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The environment that a check is valid for."""
-
-    device: str
-    driver: str
-    versions: str
-    kernels: str
-
-    @classmethod
-    def here(cls, device: torch.device) -> Machine:
-        properties = accelerator.properties(device) if accelerator.has_own_memory(device) else {"name": device.type}
-        name = " ".join(str(properties[key]) for key in ("name", "capability") if properties.get(key))
-        driver = Path("/proc/driver/nvidia/version")
-        driver_text = driver.read_text(errors="replace").splitlines()[0] if driver.exists() else ""
-        versions = ", ".join(f"{package} {version}" for package, version in installed_versions().items())
-        return cls(name, driver_text, versions, _digest())
-
-
-@lru_cache(maxsize=1)
-def _digest() -> str:
-    """Return a digest of the sources that define what kernels compute."""
-    digest, folder = hashlib.sha256(), Path(__file__).parents[1]
-    for package in ("arithmetic", "dense", "kernels"):
-        for file in sorted((folder / package).rglob("*.py")):
-            digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def record_file() -> Path:
-    """Return the path of the file that records which checks passed."""
-    if folder := os.environ.get("OCTAVO_CACHE"):
-        return Path(folder) / FILE
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / FILE
-
-
-def load_passed(machine: Machine) -> set[str]:
-    """Return the names of the checks that passed on this machine."""
-    return {name for entry in _entries() if entry.get("machine") == vars(machine) for name in entry.get("passed", ())}
-
-
-def _entries() -> list[dict[str, Any]]:
-    """Return the entries of the record; none if it is unreadable: then all checks run again and replace it."""
-    try:
-        record = json.loads(record_file().read_text(encoding="utf-8"))
-        entries = record["machines"] if record["octavo_self_check"] == _FORMAT else []
-        return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("passed"), list)]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
-
-
-def _record(machine: Machine, names: Iterable[str]) -> None:
-    """Add checks that passed to the file, which is read again first because another process may have written to it."""
-    entries = [entry for entry in _entries() if entry.get("machine") != vars(machine)]
-    entry = {"machine": vars(machine), "passed": sorted(load_passed(machine) | set(names))}
-    text = json.dumps({"octavo_self_check": _FORMAT, "machines": [*entries, entry]}, indent=1)
-    try:
-        record_file().parent.mkdir(parents=True, exist_ok=True)
-        atomic_write.write_text(record_file(), text + "\n", shared=True)
-    except OSError as error:
-        warnings.warn(
-            f"the result of the kernel self-check cannot be saved ({error}); it will run at each start", stacklevel=3
-        )
-
-
-_passed_here: set[tuple[torch.device, str]] = set()  # the checks that passed in this process
-
-
-def run_checks(
-    checks: dict[str, Check], device: torch.device, limit: float = LIMIT_S, clock: Callable[[], float] = time.monotonic
-) -> tuple[str, ...]:
-    """Run the checks that have not passed on this machine yet, if a version newer than tested is installed.
-
-    Args:
-        checks: by name; each returns a :class:`Mismatch` or None.
-        device: the device of the checks.
-        limit: no further check begins after this many seconds.
-        clock: the time in seconds.
-
-    Returns the names of the checks that completed. Raises SelfCheckError if a check finds a mismatch or fails to run.
-    """
-    remaining = [name for name in checks if (device, name) not in _passed_here]
-    if not remaining or not (untested := find_untested()) or not _may_run(device):
-        return ()
-    machine = Machine.here(device)
-    already_passed, start = load_passed(machine), clock()
-    completed: list[str] = []
-    for name in remaining:
-        if name not in already_passed:
-            # At least one check runs at each start, so that slow checks are completed, too.
-            if completed and clock() - start > limit:
-                break
-            _run_check(name, checks[name], untested)
-            completed.append(name)
-        _passed_here.add((device, name))
-    if completed:
-        _record(machine, completed)
-    if unchecked := [name for name in remaining if (device, name) not in _passed_here]:
-        warnings.warn(
-            f"{' and '.join(untested)}: {len(unchecked)} of {len(checks)} kernels are not checked yet ({limit:g} s "
-            f"are over; first {unchecked[0]}) and are used. `octavo doctor` checks all; the next start goes on.",
-            stacklevel=3,
-        )
-    return tuple(completed)
-
-
-def _may_run(device: torch.device) -> bool:
-    """Return True on the first rank of a node, outside of captures and compilations, for a device of this machine."""
-    if device.type == "meta" or os.environ.get("LOCAL_RANK", "0") != "0" or torch.compiler.is_compiling():
-        return False
-    if device.type != "cpu" and not accelerator.has_own_memory(accelerator.default_device()):
-        return False
-    return not is_capturing(device)
-
-
-def _run_check(name: str, check: Check, untested: tuple[str, ...]) -> None:
-    what = f"{' and '.join(untested)}: {name}"
-    versions = ", ".join(f"{package} {'.'.join(map(str, tested))}" for package, tested in TESTED.items())
-    fix = f"Use fp8.backend: reference (backend='reference' in a Policy), or a version that was tested: {versions}."
-    try:
-        # The caller may be in a fake or inference mode, but the check needs the real device.
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            mismatch = check()
-    except Exception as error:  # an error of a compiler or a launch is a result to report
-        lines = str(error).strip().splitlines() or [""]
-        raise SelfCheckError(f"{what} does not run here ({type(error).__name__}: {lines[-1][:300]}). {fix}") from error
-    if mismatch is not None:
-        raise SelfCheckError(f"{what} computes wrong results: {mismatch}. {fix}")
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
+WHOLE_TILES = (128, 256)  # rows and columns that all kernels take without masks
 
 
 def kernel_checks(
@@ -276,7 +71,8 @@ def _check_gemm(backend: Backend, recipe: Recipe, gemm: str, device: torch.devic
     casts, (a_dim, b_dim) = recipe.gemm(gemm), CONTRACTED[gemm]
     assert casts is not None
     tokens, outputs, inputs = sizes(device, backend, gemm, recipe)
-    x, w, dy = random_matrix(1, tokens, inputs), random_matrix(2, outputs, inputs), random_matrix(3, tokens, outputs)
+    shapes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    x, w, dy = (random_matrix(seed, *shape).bfloat16() for seed, shape in enumerate(shapes, 1))
     a, b = {"fwd": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}[gemm]
     # Delayed scaling casts activations with a scale from earlier steps.
     is_delayed = recipe.delayed is not None
@@ -334,14 +130,20 @@ def _check_decode(
 def _check_double_cast(
     backend: Backend, recipe: Recipe, x: Tensor, dy: Tensor, device: torch.device
 ) -> Mismatch | None:
-    """Check the casts of a tensor for two GEMMs in one call, as layers use them."""
+    """Check the casts of a tensor for two GEMMs in one call, as layers use them; in whole tiles also each cast."""
     x_specs = _spec(recipe, "fwd", "a"), _spec(recipe, "wgrad", "b")
     dy_specs = _spec(recipe, "dgrad", "a"), _spec(recipe, "wgrad", "a")
+    whole = random_matrix(5, *WHOLE_TILES).bfloat16()
     for name, values, (first, second) in (("x", x, x_specs), ("dy", dy, dy_specs)):
         if first is None or second is None:
             continue
-        for spec, q in zip((first, second), backend.quantize_both(values.to(device), first, second), strict=True):
-            if (mismatch := compare_codes(f"cast of {name} for two GEMMs", q, quantize(values, spec))) is not None:
+        pairs = [(values, q) for q in backend.quantize_both(values.to(device), first, second)]
+        pairs += [(whole, q) for q in backend.quantize_both(whole.to(device), first, second)]
+        pairs += [(whole, backend.quantize(whole.to(device), spec, dim)) for spec, dim in ((first, 1), (second, 0))]
+        for matrix, q in pairs:
+            tiles = " in whole tiles" if matrix is whole else ""
+            expected = quantize(matrix, q.spec)
+            if (mismatch := compare_codes(f"cast of {name} for two GEMMs{tiles}", q, expected)) is not None:
                 return mismatch
     return None
 
@@ -385,37 +187,63 @@ def real_rows(groups: Groups) -> Tensor:
 
 
 def _check_fused(backend: Backend, recipe: Recipe, op: str, device: torch.device) -> Mismatch | None:
-    row, col = _spec(recipe, "fwd", "a"), _spec(recipe, "wgrad", "b")
     tokens, _, inputs = sizes(device)
-    first, second, third = (random_matrix(seed, tokens, inputs).bfloat16() for seed in (1, 2, 3))
-    reference = get("reference")
-    if op == "swiglu_backward":
-        gates = backend.swiglu_backward_quantize(first.to(device), second.to(device), third.to(device), row, col)
-        gates_want = reference.swiglu_backward_quantize(first, second, third, row, col)
-        names = ("dgate", "dgate turned", "dup", "dup turned")
-        for name, actual, expected in zip(names, gates, gates_want, strict=True):
-            if actual is None or expected is None:
-                continue
-            exact = reference.dequantize(expected)
-            # Codes may differ by one step if the two implementations round a value differently.
-            allowed = exact.abs() / 7 + exact.abs().amax() * 2.0**-14
-            if (mismatch := find_largest_error(name, backend.dequantize(actual), exact, allowed)) is not None:
-                return mismatch
-        return None
+    for rows, cols in ((tokens, inputs), WHOLE_TILES):
+        values = tuple(random_matrix(seed, rows, cols).bfloat16() for seed in (1, 2, 3))
+        check = _check_swiglu_backward if op == "swiglu_backward" else _check_norm_or_swiglu
+        if (mismatch := check(backend, recipe, op, values, device)) is not None:
+            return mismatch
+    return None
+
+
+def _check_swiglu_backward(
+    backend: Backend, recipe: Recipe, op: str, values: tuple[Tensor, ...], device: torch.device
+) -> Mismatch | None:
+    row, col = _spec(recipe, "fwd", "a"), _spec(recipe, "wgrad", "b")
+    dh, gate, up = values
+    gates = backend.swiglu_backward_quantize(dh.to(device), gate.to(device), up.to(device), row, col)
+    gates_want = get("reference").swiglu_backward_quantize(dh, gate, up, row, col)
+    names = ("dgate", "dgate turned", "dup", "dup turned")
+    for name, actual, expected in zip(names, gates, gates_want, strict=True):
+        if actual is None or expected is None:
+            continue
+        if (mismatch := _compare_values(name, backend, actual, get("reference").dequantize(expected))) is not None:
+            return mismatch
+    return None
+
+
+def _check_norm_or_swiglu(
+    backend: Backend, recipe: Recipe, op: str, values: tuple[Tensor, ...], device: torch.device
+) -> Mismatch | None:
+    """Check the result and its codes, and the kernel that writes only codes."""
+    row, col = _spec(recipe, "fwd", "a"), _spec(recipe, "wgrad", "b")
+    first, second, reference = values[0], values[1], get("reference")
+    a, b = first.to(device), second.to(device)
     if op == "rmsnorm":
-        weight = second[0]
-        y, _, *codes = backend.rmsnorm_quantize(first.to(device), weight.to(device), 1e-6, row, col)
-        values = reference.rmsnorm_quantize(first, weight, 1e-6, None, None)[0].float()
+        y, _, *codes = backend.rmsnorm_quantize(a, b[0], 1e-6, row, col)
+        only = backend.rmsnorm_codes(a, b[0], 1e-6, row, col)[1:]
+        exact = reference.rmsnorm_quantize(first, second[0], 1e-6, None, None)[0].float()
     else:
-        y, *codes = backend.swiglu_quantize(first.to(device), second.to(device), row, col)
-        values = reference.swiglu_quantize(first, second, None, None)[0].float()
-    if (mismatch := find_largest_error("result", y, values, values.abs() * BOUND)) is not None:
+        y, *codes = backend.swiglu_quantize(a, b, row, col)
+        only = backend.swiglu_codes(a, b, row, col)
+        exact = reference.swiglu_quantize(first, second, None, None)[0].float()
+    if (mismatch := find_largest_error("result", y, exact, exact.abs() * BOUND)) is not None:
         return mismatch
-    for name, q in zip(("cast", "cast turned"), codes, strict=True):
-        mismatch = None if q is None else compare_codes(f"{name} of the result", q, quantize(y.cpu(), q.spec))
+    for name, q, alone in zip(("cast", "cast turned"), codes, only, strict=True):
+        if q is None or alone is None:
+            continue
+        expected = quantize(y.cpu(), q.spec)
+        mismatch = compare_codes(f"{name} of the result", q, expected)
+        mismatch = mismatch or _compare_values(f"{name} without the result", backend, alone, dequantize(expected))
         if mismatch is not None:
             return mismatch
     return None
+
+
+def _compare_values(what: str, backend: Backend, actual: Quantized, exact: Tensor) -> Mismatch | None:
+    """Compare codes of values that two implementations may round differently: they may differ by one step."""
+    allowed = exact.abs() / 7 + exact.abs().amax() * 2.0**-14
+    return find_largest_error(what, backend.dequantize(actual), exact, allowed)
 
 
 def _spec(recipe: Recipe, gemm: str, operand: str) -> CastSpec | None:
