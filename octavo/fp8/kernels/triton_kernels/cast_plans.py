@@ -69,7 +69,7 @@ def plan_rows(shape: torch.Size, strides: tuple[int, ...], spec: CastSpec, proce
     tile = _tile_of_rows(cols)
     tiles = ceil_div(round_up(rows, layout.ALIGN), tile.rows)
     constants: dict[str, object] = {
-        "CAST": facts(spec, True, False, True, place.padding),
+        "CAST": facts(spec, True, False, True, place.padding, unit),
         "EVEN": even,
         "UNIT": unit,
         "PADDED": cols % layout.ALIGN != 0,
@@ -122,7 +122,7 @@ def plan_cast(
         if not (within or amax_given or spec.block in longer):
             longer.append(spec.block)
         by_expert = experts is not None and spec.block[0] == -1
-        forms[contract] = facts(spec, within, scale_given, not by_expert, place.padding)
+        forms[contract] = facts(spec, within, scale_given, not by_expert, place.padding, unit)
         rooms.append(place)
         numbers.append((place.strides[-1 - contract], math.prod(place.scales[-2:]), *place.steps[-2:]))
         # Scales may be padded further than codes: some tiles then write only scales.
@@ -158,7 +158,9 @@ def _batch_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, i
     return (shape[0] * strides[0] if len(shape) == 2 else strides[0]), strides[-2], strides[-1]
 
 
-def facts(spec: CastSpec, from_tile: bool, scale_given: bool, write_scale: bool, padding: tuple[int, int]) -> Facts:
+def facts(
+    spec: CastSpec, from_tile: bool, scale_given: bool, write_scale: bool, padding: tuple[int, int], unit: bool
+) -> Facts:
     """Return the constant that describes a cast to the kernel."""
     return Facts(
         *spec.block,
@@ -170,8 +172,8 @@ def facts(spec: CastSpec, from_tile: bool, scale_given: bool, write_scale: bool,
         scale_given=scale_given,
         pad_rows=padding[0],
         pad_cols=padding[1],
-        # Scales of e8m0 move through shared memory as single bytes.
-        integers=spec.scale == "e8m0",
+        # Scales of e8m0, and with Triton 3.6 codes of strided rows, move through shared memory as single bytes.
+        integers=spec.scale == "e8m0" or not unit,
     )
 
 
