@@ -117,9 +117,9 @@ _FP8_BASE = (*LORA, BLOCKWISE, "model.load_in_fp8=blockwise")
 LORA_SIDES = {"high": LORA, "fp8": _FP8_BASE, "fwd": (*_FP8_BASE, "fp8.fwd=bf16")}
 
 
-def lora(home: Path, seed: int, sides: Iterable[str]) -> list[Unit]:
+def lora(home: Path, seed: int) -> list[Unit]:
     cfg = config(SHORT, "2e-4", "instructions")
-    return [fork(home, f"lora-{side}-seed-{seed}", cfg, seed, LORA_SIDES[side]) for side in sides]
+    return [fork(home, f"lora-{side}-seed-{seed}", cfg, seed, words) for side, words in LORA_SIDES.items()]
 
 
 def units(home: Path) -> list[Unit]:
@@ -171,13 +171,11 @@ def forks(home: Path) -> Iterator[Unit]:
     yield from recipe_forks(home, cfg, 0)
     yield from part_forks(home, short, 0)
     for seed in range(SEEDS):
-        yield from lora(home, seed, ("high", "fp8"))
+        yield from lora(home, seed)
     yield from setting_forks(home, cfg, FAST, (0,))
+    yield from part_forks(home, short, 1, CAUSES)
     yield from (fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,)) for seed in (1, 2))
     yield from setting_forks(home, cfg, TILES, (0,))
-    for seed in range(SEEDS):
-        yield from lora(home, seed, ("fwd",))
-    yield from part_forks(home, short, 1, CAUSES)
     yield from setting_forks(home, cfg, TILES, (1, 2))
     yield fork(home, "blockwise-seed-3", cfg, 3, (BLOCKWISE,))
     yield from peer_forks(home, cfg, 0)
