@@ -74,11 +74,13 @@ CAUSES = ("activations", "weights", "without the first and last 2 blocks", "with
 GOAL, HALF = "blockwise, fwd in high precision", "blockwise, attention in high precision"
 TILES = "blockwise_2d, fwd in high precision"  # compared with GOAL, of which it differs in wgrad
 FAST = "blockwise, preset fast"  # compiled blocks are left out: they compute the same, and take minutes here
+LOGITS = "blockwise, preset fast with logits in FP8"
 SETTINGS: dict[str, tuple[str, ...]] = {
     GOAL: (BLOCKWISE, rules('match: "**.layers.**", fwd: bf16')),
     TILES: ("fp8.recipe=blockwise_2d", rules('match: "**.layers.**", fwd: bf16')),
     HALF: (BLOCKWISE, without("**.self_attn.*")),
     FAST: (BLOCKWISE, *(f"{s}.{key}={value}" for (s, key), value in PRESETS["fast"].items() if key != "compile")),
+    LOGITS: (BLOCKWISE, "fp8.fuse=on", "fp8.lm_head={recipe: blockwise}", "optimizer.states=fp8"),
 }
 RECIPES = ("rowwise", "tensorwise", "mxfp8", "delayed")
 
@@ -172,6 +174,7 @@ def forks(home: Path) -> Iterator[Unit]:
     yield from part_forks(home, short, 0)
     for seed in range(SEEDS):
         yield from lora(home, seed)
+    yield from setting_forks(home, cfg, LOGITS, (0,))
     yield from setting_forks(home, cfg, FAST, (0,))
     yield from part_forks(home, short, 1, CAUSES)
     yield from (fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,)) for seed in (1, 2))

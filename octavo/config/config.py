@@ -15,11 +15,12 @@ from octavo.config.sections.model import for_foundation
 from octavo.config.sections.names import COMPONENTS, FROZEN, canonical_name, frozen_word
 from octavo.config.yaml.document import Path
 
-#: preset -> the keys that it sets; the recipe of the head follows from the language model's
+#: preset -> the keys that it sets; the recipe of the head follows from the language model's. Logits stay in high
+#: precision: in FP8 they cost a pretrained model as much as all of its layers (docs/studies.md)
 PRESETS: Mapping[str, Mapping[Path, object]] = {
     "fast": {
         ("fp8", "fuse"): "on",
-        ("fp8", "lm_head"): {"recipe": DEFAULT_RECIPE},
+        ("fp8", "lm_head"): {"recipe": DEFAULT_RECIPE, "fwd": "bf16"},
         ("optimizer", "states"): "fp8",
         ("train", "compile"): True,
     }
@@ -101,7 +102,7 @@ def missing_settings(data: object) -> dict[Path, object]:
     if recipe == "off" or sections["fp8"].get("plan") is not None:
         settings = {path: value for path, value in settings.items() if path[0] != "fp8"}
     elif recipe in CURRENT_SCALING and ("fp8", "lm_head") in settings:
-        settings["fp8", "lm_head"] = {"recipe": recipe}
+        settings["fp8", "lm_head"] = {"recipe": recipe, "fwd": "bf16"}
     return {path: value for path, value in settings.items() if path[1] not in sections[str(path[0])]}
 
 

@@ -23,6 +23,12 @@ def fast_keys(cfg: Config) -> tuple[object, ...]:
 ALL = ("on", "blockwise", "fp8", True)
 
 
+def test_logits_stay_in_high_precision() -> None:
+    """In FP8 they cost a pretrained model as much as all of its layers: docs/studies.md."""
+    head = read("preset: fast\nfp8: {recipe: rowwise}\n").fp8.lm_head
+    assert head is not None and (head.recipe, head.fwd, head.dgrad, head.wgrad) == ("rowwise", "bf16", None, None)
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -64,7 +70,7 @@ def test_config_shows_the_preset_and_its_keys() -> None:
 
 def test_keys_of_the_preset_written_out_are_the_same_run() -> None:
     """So that a run can be resumed either way."""
-    words = "fp8: {fuse: on, lm_head: {recipe: blockwise}}\noptimizer: {states: fp8}\n"
+    words = "fp8: {fuse: on, lm_head: {recipe: blockwise, fwd: bf16}}\noptimizer: {states: fp8}\n"
     assert settings(read(words, ["train.compile=true"])) == settings(read("preset: fast\n"))
 
 

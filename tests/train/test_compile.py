@@ -51,7 +51,9 @@ def test_preset_fast_trains_as_its_keys_do_eagerly(make, graphs):
     used = {str(node.target).removeprefix("octavo.") for graph in graphs for node in graph.graph.nodes}
     forward = {"linear", "rmsnorm", "gated_mlp"}
     assert forward <= {call for lever in step_model.LEVERS for call in lever.calls} and forward <= used
-    assert json.loads((compiled.dir / "proof.json").read_text())["components"]["lm_head"]["fwd"].keys() == {"reference"}
+    assert json.loads((compiled.dir / "proof.json").read_text())["components"]["lm_head"]["dgrad"].keys() == {
+        "reference"
+    }
     assert load_config(compiled.dir / "config.yaml").optimizer.states == "fp8"
 
 

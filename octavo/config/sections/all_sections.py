@@ -26,9 +26,9 @@ class Sections(Section):
 
     preset: Literal["fast"] | None = Field(
         default=None,
-        description="Settings by one word, under keys that are not set: fast = fp8.fuse on, the head in FP8 in the "
-        "recipe of the language model (fp8.lm_head), both moments in FP8 (optimizer.states) and compiled blocks "
-        "(train.compile).",
+        description="Settings by one word, under keys that are not set: fast = fp8.fuse on, both gradients of the "
+        "head in FP8 in the recipe of the language model (fp8.lm_head), both moments in FP8 (optimizer.states) and "
+        "compiled blocks (train.compile).",
     )
     model: ModelSection = Field(description="The checkpoint to train.")
     fp8: Fp8Section = Field(default_factory=Fp8Section, description="What runs in FP8 and how.")
