@@ -135,6 +135,7 @@ def equal_units() -> Iterator[Unit]:
     yield Unit("equal-bf16", None, task=("smollm2_equal", "bf16"))
     for recipe in ("blockwise", *RECIPES):
         yield Unit(f"equal-{recipe}", None, task=("smollm2_equal", "recipe", recipe))
+    yield Unit("equal-head", None, task=("smollm2_equal", "head", "blockwise"))
     yield Unit("equal-torchao", None, task=("smollm2_equal", "torchao", "tensorwise"))
     for what in ("weights", "activations"):
         yield Unit(f"equal-{what}", None, task=("smollm2_equal", "operands", "blockwise", what))

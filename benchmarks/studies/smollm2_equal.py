@@ -15,7 +15,7 @@ import smollm2_text as text
 import torch
 from torch import nn
 
-from octavo import fp8, train
+from octavo import fp8, models, train
 
 Figures = dict[str, object]
 
@@ -44,6 +44,14 @@ def recipe(home: Path, name: str) -> Figures:
     if name == "delayed":  # its scales come from a history, which a first micro-batch begins
         _gradients(model)
     return {**_compare(home, model, AT_MOST), "layers": sum(row.fp8 for row in plan.rows)}
+
+
+def head(home: Path, name: str) -> Figures:
+    """A recipe in the output head only."""
+    model = _model()
+    policy = fp8.Policy("off", components={"lm_head": fp8.ComponentPolicy(recipe=name)})
+    fp8.apply(model, fp8.plan(model, policy, models.describe(model).components))
+    return {**_compare(home, model, AT_LEAST), "layers": 1}
 
 
 def torchao(home: Path, name: str) -> Figures:
