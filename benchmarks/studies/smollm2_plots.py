@@ -17,7 +17,7 @@ def draw(result: Mapping[str, object], bar: float, path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         parts = [part for part in result["parts"] if part["gaps"]]
         parts = parts if len(parts) > 1 else []  # the first is everything in FP8
-        figure = Figure(figsize=(10 if parts else 6, 3.8), layout="constrained")
+        figure = Figure(figsize=(10 if parts else 6, 4.6), layout="constrained")
         axes = figure.subplots(1, 2 if parts else 1, squeeze=False)[0]
         _draw_growth(axes[0], result["growth"], bar)
         if parts:
@@ -46,7 +46,7 @@ def _draw_growth(axes: Axes, growth: Mapping[str, object], bar: float) -> None:
     axes.axhline(100 * bar, color=PALETTE["soft"], linestyle="--", linewidth=1)
     axes.axhline(0, color=PALETTE["ink"], linewidth=0.8)
     axes.set(title="Continued training: loss above high precision's", xlabel="step", ylabel="% (range of the seeds)")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncol=2, loc="upper center", bbox_to_anchor=(0.5, -0.17))
 
 
 def _draw_parts(axes: Axes, parts: list[Mapping[str, object]]) -> None:
@@ -58,4 +58,4 @@ def _draw_parts(axes: Axes, parts: list[Mapping[str, object]]) -> None:
         )
     axes.axvline(0, color=PALETTE["ink"], linewidth=0.8)
     axes.set_yticks(range(len(shown)), [part["part"] for part in shown], fontsize=8)
-    axes.set(title="After 40 steps, with this in FP8 (blockwise)", xlabel="% above high precision, one point a seed")
+    axes.set(title="Blockwise after 40 steps, with this in FP8", xlabel="% above high precision, one point a seed")
