@@ -31,7 +31,7 @@ def _draw_growth(axes: Axes, growth: Mapping[str, object], bar: float) -> None:
         middle = np.array([100 * np.mean(gaps) for gaps in curve["gaps"]])
         low, high = (np.array([100 * of(gaps) for gaps in curve["gaps"]]) for of in (min, max))
         color = PALETTE[f"fp8-{number % 4}"]
-        style = "-" if number < 4 else ":"
+        style = ("-", ":", "--")[number // 4]
         axes.errorbar(
             np.array(curve["steps"]) + 0.6 * number,
             middle,
