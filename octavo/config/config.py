@@ -16,7 +16,7 @@ from octavo.config.sections.names import COMPONENTS, FROZEN, canonical_name, fro
 from octavo.config.yaml.document import Path
 
 #: preset -> the keys that it sets; the recipe of the head follows from the language model's. Logits stay in high
-#: precision: in FP8 they cost a pretrained model as much as all of its layers (docs/studies.md)
+#: precision: in FP8 the head costs a pretrained model more than all of its layers (docs/studies.md)
 PRESETS: Mapping[str, Mapping[Path, object]] = {
     "fast": {
         ("fp8", "fuse"): "on",

@@ -24,7 +24,7 @@ ALL = ("on", "blockwise", "fp8", True)
 
 
 def test_logits_stay_in_high_precision() -> None:
-    """In FP8 they cost a pretrained model as much as all of its layers: docs/studies.md."""
+    """In FP8 the head costs a pretrained model more than all of its layers: docs/studies.md."""
     head = read("preset: fast\nfp8: {recipe: rowwise}\n").fp8.lm_head
     assert head is not None and (head.recipe, head.fwd, head.dgrad, head.wgrad) == ("rowwise", "bf16", None, None)
 

@@ -263,4 +263,6 @@ def test_plan_notes_that_an_fp8_forward_raises_the_loss_of_pretrained_weights(ma
         assert not offers(word), word
     towers_off = ("fp8.image_encoder.recipe=off", "fp8.image_projector.recipe=off")
     assert offers(*towers_off)
-    assert not offers(*towers_off, "lora.rank=4", "model.load_in_fp8=blockwise")  # weights are FP8 codes anyway
+    base = (*towers_off, "lora.rank=4", "model.load_in_fp8=blockwise")
+    assert any("LoRA on an FP8 base" in note for note in plan_for(make(*base))[2])
+    assert not offers(*base, planning.FORWARD_SETTING)
