@@ -105,7 +105,9 @@ def predict(contents: Contents, name: str) -> list[Consequence] | None:
     """
     loading = _Loading(contents, SERVERS[name])
     if contents.files.in_mistral_format:
-        return [Consequence(UNKNOWN, f"only {contents.files.only} is read, which is in Mistral's own format")]
+        only = contents.files.only
+        which = f"only {only} is read, which is" if only else "a file is read too that is"
+        return [Consequence(UNKNOWN, f"{which} in Mistral's own format")]
     try:
         layout = read_layout(contents.block)
     except Refusal as refusal:
