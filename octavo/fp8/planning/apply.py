@@ -29,7 +29,7 @@ from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.policy.decisions import is_meta
 from octavo.fp8.policy.policy import HEAD, OFF, PlanError
 from octavo.fp8.policy.topology import describe_layers
-from octavo.fp8.self_check.untested import run_checks
+from octavo.fp8.self_check.untested import may_be_due, run_checks
 from octavo.fp8.weights.cache import CachesWeights, register_owner
 
 _HIGH = Recipe(OFF, "high precision", None, None, None)
@@ -67,7 +67,8 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
     switchable = frozenset(old.name for old, _ in pairs)
     _check_modules(modules, by_module, switchable)
     device = torch.device(plan.device)
-    run_checks(collect_kernel_checks((plan, *others), device), device)
+    if may_be_due():
+        run_checks(collect_kernel_checks((plan, *others), device), device)
     for name, rows in by_module.items():
         module = modules[name]
         if not any(r.fp8 or r.name in switchable for r in rows):

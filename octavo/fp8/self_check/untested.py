@@ -173,6 +173,11 @@ def _record(machine: Machine, names: Iterable[str], failed: tuple[str, str] | No
         )
 
 
+def may_be_due() -> bool:
+    """Return whether :func:`run_checks` may run one, so that callers need not collect checks otherwise."""
+    return bool(find_untested()) or record_file().exists()
+
+
 _passed_here: set[tuple[torch.device, str]] = set()  # the checks that passed in this process
 
 
@@ -198,7 +203,7 @@ def run_checks(
     """
     remaining = [name for name in checks if (device, name) not in _passed_here]
     untested = find_untested()
-    if not remaining or not (untested or always or record_file().exists()) or not _may_run(device):
+    if not remaining or not (always or may_be_due()) or not _may_run(device):
         return ()
     machine = Machine.here(device)
     if not (untested or always):
