@@ -46,7 +46,7 @@ def _draw_growth(axes: Axes, growth: Mapping[str, object], bar: float) -> None:
     axes.axhline(100 * bar, color=PALETTE["soft"], linestyle="--", linewidth=1)
     axes.axhline(0, color=PALETTE["ink"], linewidth=0.8)
     axes.set(title="Continued training: loss above high precision's", xlabel="step", ylabel="% (range of the seeds)")
-    axes.legend(fontsize=7, ncol=2, loc="upper center", bbox_to_anchor=(0.5, -0.17))
+    axes.legend(fontsize=7, ncol=2, handlelength=3.5, loc="upper center", bbox_to_anchor=(0.5, -0.17))
 
 
 def _draw_parts(axes: Axes, parts: list[Mapping[str, object]]) -> None:
