@@ -56,7 +56,8 @@ HEAD_GEMMS = ("fwd", "fwd", "dgrad", "wgrad")  # logits are computed again in ba
 # AdamW without master weights reads weight, gradient and moments, and writes weight and moments: bytes a parameter.
 BF16_MOMENTS, FP8_MOMENTS = 3 * 2 + 4 * 2, 3 * 2 + 4 * 1.03
 
-#: an H200 multiprocessor copies so many bytes a clock, and issues four instructions of warps
+#: an H200 multiprocessor copies so many bytes a clock (an error of it is absorbed by the fitted slope), and issues four
+#: instructions of warps
 COPY_BYTES_PER_CLOCK, ISSUED = 17.1, 4
 TILE = 128 * 128
 

@@ -30,7 +30,8 @@ HARMFUL = 0.9
 """The share under the scales of the plan's recipe from which outputs suffer: the error of a typical token is then 1.3
 to 1.6 times the error with finer scales, and rises quickly (docs/lab/massive_activations.md)."""
 
-_BLOCK_OF = {name: SPECS[name].blocks[0] for name in CURRENT_SCALING}
+# Variants have the blocks of the recipe that they differ from.
+_BLOCK_OF = {name: SPECS[name].blocks[0] for name in CURRENT_SCALING if not SPECS[name].variant}
 _MAX_NAMED = 2  # layers in a line
 
 

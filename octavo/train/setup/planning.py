@@ -291,7 +291,8 @@ def pretrained_notes(cfg: Config, plan: fp8.Plan) -> list[str]:
         ]
     return [
         "FP8 in fwd raises the loss of pretrained weights: on SmolLM2 by 0.67 % after 100 steps, and by 0.02 % with "
-        f"{FORWARD_SETTING}, which leaves dgrad and wgrad in FP8 (docs/studies.md)"
+        f"{FORWARD_SETTING}, which leaves dgrad and wgrad in FP8; the first and last two blocks in high precision, by "
+        "fp8.rules, halve it (docs/plan.md)"
     ]
 
 

@@ -189,7 +189,7 @@ def test_block_gemms_never_use_fast_accumulation(op: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("shape", [(256, 384, 512), (300, 200, 272)], ids=str)
 def test_tiles_of_x_give_wgrad_the_form_of_fwd(shape: tuple[int, int, int]) -> None:
-    """Codes and scales of `blockwise_2d`'s wgrad lie as those of a forward of the same product, which an H200 ran."""
+    """Codes and scales of `blockwise_2d`'s wgrad have the layout of a forward that an H200 ran."""
     m, n, k = shape
     wgrad = tb.make_product("wgrad", *operands("blockwise_2d", "wgrad", m, n, k))
     fwd = tb.make_product("fwd", *operands("blockwise", "fwd", n, k, m))  # dy^T [N, M] times x [M, K]

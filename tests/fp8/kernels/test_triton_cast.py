@@ -149,7 +149,7 @@ def test_empty_and_tiny_matrices(shape):
 
 @pytest.mark.parametrize(("kinds", "processors"), [(("pow2", "pow2"), 1), (("fp32", "e8m0"), 3), (("e8m0", "fp32"), 1)])
 def test_rows_are_cast_with_the_maxima_of_columns(kinds, processors, monkeypatch):
-    """Programs take several tiles of rows each; maxima of columns are those of all programs."""
+    """Programs take several tiles of rows each; the maxima of columns are over all programs."""
     monkeypatch.setattr(cast, "gpu_of", lambda device: tiles.Gpu(90, processors))
     row, col = CastSpec("e4m3", (1, -1), kinds[0]), CastSpec("e5m2", (-1, 1), kinds[1])
     for rows, cols, dtype in ((300, 100, torch.bfloat16), (26, 4100, torch.float32), (48, 2048, torch.float16)):
