@@ -6,20 +6,22 @@ A Qwen3 decoder block with the proportions of the 8B model is traced with its ba
 generating code: no GPU is needed, and nothing is timed. The unit is u = tokens x hidden x 2 bytes, one activation in
 16 bits. Two columns add up to the sum:
 
-    generated   what the elementwise kernels read and write that Inductor fuses for this machine; its fusions for a GPU
-                may differ a little
+    generated   what the elementwise kernels read and write that Inductor fuses for a GPU (gpu_fusion.py)
     operators   what Octavo's casts and fused operators must read and write (a norm's second read of x is not counted)
 
-GEMMs and attention are left out: both columns hold what FP8 adds to them or saves. Of a candidate's generated kernels
-the result file has the bytes by the modules whose code they compute, forward and backward.
+GEMMs and attention are left out: both columns hold what FP8 adds to them or saves. The last column is the sum with
+Inductor's fusions for a CPU, where the backward of a norm takes two kernels. Of a candidate's generated kernels the
+result file has the bytes by the modules whose code they compute, forward and backward.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.scheduler import BaseSchedulerNode
 
+import gpu_fusion
 from octavo import fp8
 from octavo.bench import record
 
@@ -63,7 +66,8 @@ def decoder_block() -> tuple[nn.Module, Callable[[Callable[..., Tensor]], Callab
 
 
 def count(policy: dict[str, str] | None) -> dict[str, Any]:
-    """Return the bytes of a block, forward and backward, in u: ``generated``, ``operators`` and their ``sum``; how
+    """Return the bytes of a block, forward and backward, in u: ``generated``, ``operators``, their ``sum``, and
+    ``sum_on_cpu``; how
     often each operator runs (``calls``), the bytes of those that move some (``moved``), and the bytes of the generated
     kernels by the modules that they compute (``kernels``), largest first.
 
@@ -80,10 +84,13 @@ def count(policy: dict[str, str] | None) -> dict[str, Any]:
         options = dict(policy)
         fp8.apply(block, fp8.plan(block, fp8.Policy(options.pop("recipe"), **options)))
     graphs: list[Counter[str]] = []
+    on_cpu = 0
     calls, moved = Counter[str](), Counter[str]()
 
     def look(module: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
-        graphs.append(_kernel_bytes(module, inputs))
+        nonlocal on_cpu
+        graphs.append(_kernel_bytes(module, inputs, gpu=True))
+        on_cpu += _kernel_bytes(module, inputs, gpu=False).total()
         _add_operators(module, calls, moved)
         return make_boxed_func(module.forward)
 
@@ -103,6 +110,7 @@ def count(policy: dict[str, str] | None) -> dict[str, Any]:
     }
     figures = {"generated": sum(kernels.values()) / UNIT, "operators": sum(moved.values()) / UNIT}
     figures["sum"] = sum(figures.values())
+    figures["sum_on_cpu"] = (on_cpu + sum(moved.values())) / UNIT
     return {
         **{name: round(value, 2) for name, value in figures.items()},
         "calls": dict(sorted(calls.items())),
@@ -111,27 +119,30 @@ def count(policy: dict[str, str] | None) -> dict[str, Any]:
     }
 
 
-def _kernel_bytes(module: torch.fx.GraphModule, inputs: Sequence[object]) -> Counter[str]:
-    """Return the bytes that Inductor's own kernels of a graph read and write, after it has fused them, by the modules
-    that they compute."""
+def _kernel_bytes(module: torch.fx.GraphModule, inputs: Sequence[object], gpu: bool) -> Counter[str]:
+    """Return the bytes that Inductor's own kernels of a graph read and write, after it has fused them for a GPU or for
+    this CPU, by the modules that they compute."""
     from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import ExternKernelSchedulerNode
     from torch._inductor.virtualized import V
 
+    module = copy.deepcopy(module)
     mode = fake_tensor_prop(module, list(inputs))
     with V.set_fake_mode(mode):
         _recursive_post_grad_passes(module, False)
-        graph = GraphLowering(module, shape_env=mode.shape_env)
-        with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
-            graph.run(*inputs)
-            graph._update_scheduler()
-            sizes = Counter[str]()
-            for node in graph.scheduler.nodes:
-                if not isinstance(node, ExternKernelSchedulerNode):
-                    sizes[_modules(node)] += node.get_read_write_buffers_sizes()
-            return sizes
+        with gpu_fusion.h200() if gpu else nullcontext():
+            inputs = gpu_fusion.move_to_gpu(module, inputs, mode) if gpu else inputs
+            graph = GraphLowering(module, shape_env=mode.shape_env)
+            with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
+                graph.run(*inputs)
+                graph._update_scheduler()
+                sizes = Counter[str]()
+                for node in graph.scheduler.nodes:
+                    if not isinstance(node, ExternKernelSchedulerNode):
+                        sizes[_modules(node)] += node.get_read_write_buffers_sizes()
+                return sizes
 
 
 def _modules(kernel: BaseSchedulerNode) -> str:
@@ -178,12 +189,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    print(f"{'u = tokens x hidden x 2 bytes':24} generated  operators    sum")
+    print(f"{'u = tokens x hidden x 2 bytes':24} generated  operators    sum  on a CPU")
     for name, policy in CANDIDATES.items():
         rows.append({"candidate": name, **count(policy)})
-        print(
-            f"{name:24} {rows[-1]['generated']:9.2f} {rows[-1]['operators']:10.2f} {rows[-1]['sum']:6.2f}", flush=True
-        )
+        columns = zip(("generated", "operators", "sum", "sum_on_cpu"), (9, 10, 6, 9), strict=True)
+        print(f"{name:24} " + " ".join(f"{rows[-1][column]:{width}.2f}" for column, width in columns), flush=True)
     if args.out:
         shape = {"tokens": TOKENS, "hidden": HIDDEN, "kv": KV, "intermediate": WIDTH, "head": HEAD}
         result = {"command": "python benchmarks/block_bytes.py", "shape": shape, "rows": rows}

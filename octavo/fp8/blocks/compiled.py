@@ -2,7 +2,7 @@
 
 These operators extend the operators of linear layers (:mod:`octavo.fp8.dense.compiled`), under the same rules::
 
-    octavo::rmsnorm(x, weight, row, col)      -> a carrier of y's gradient, rstd, and the codes of y for the next layers
+    octavo::rmsnorm(x, weight, rstd)          -> a carrier of y's gradient, rstd, and the codes of y for the next layers
     octavo::gated_mlp(codes of x, weights)    -> y; for its backward gate, up, and the codes of h for wgrad
     octavo::swiglu_backward(dh, gate, up)     -> the codes of dgate and of dup, for dgrad and for wgrad
 
@@ -23,15 +23,15 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.dense import compiled, sources
-from octavo.fp8.dense.graph_arguments import fake_pack, pack_pair, parse_key, parse_operand
+from octavo.fp8.dense.graph_arguments import block_rows, fake_pack, pack_pair, parse_key, parse_operand
 from octavo.fp8.dense.graph_counts import DGRAD, WGRAD, gradient_needs
-from octavo.fp8.kernels.reference import swiglu_backward
+from octavo.fp8.kernels.reference import reciprocal_rms, rmsnorm_backward, swiglu_backward
 from octavo.fp8.kernels.registry import Backend
 
 _lib = torch.library.Library("octavo", "FRAGMENT")
 _lib.define(
-    "rmsnorm(Tensor x, Tensor weight, float eps, str row, str col, str first, ScalarType out, ScalarType low) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "rmsnorm(Tensor x, Tensor weight, Tensor? rstd, float eps, str row, str col, str first, ScalarType out, "
+    "ScalarType low) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _lib.define(
     "gated_mlp(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, "
@@ -55,48 +55,38 @@ def _parse_fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, l
 
 
 def _rmsnorm(
-    x: Tensor, weight: Tensor, eps: float, row: str, col: str, first: str, out: torch.dtype, low: torch.dtype
-) -> tuple[Tensor, ...]:
-    """Return the carrier of y [M, K] in ``out``, rstd [M] in fp32, and the codes of y in ``low``. The backend of the
-    cast ``first`` is preferred, also if no codes are requested."""
+    x: Tensor, weight: Tensor, given: Tensor | None, eps: float, row: str, col: str, first: str, out: torch.dtype,
+    low: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the carrier of y [M, K] in ``out``, rstd [M] in fp32 (nothing if it is given), and the codes of y in
+    ``low``. The backend of the cast ``first`` is preferred, also if no codes are requested."""
     backend, _ = _parse_fused("rmsnorm", x.device, first)
     specs = [parse_operand(text)[1] if text else None for text in (row, col)]
-    rstd, *codes = backend.rmsnorm_codes(x, weight, eps, specs[0], specs[1], out, low)
+    rstd, *codes = backend.rmsnorm_codes(x, weight, eps, specs[0], specs[1], out, low, given)
+    if given is not None:
+        rstd = given.new_empty(0)  # an operator must not return what it was given
     # One element, -0, which added to values changes no bit of them.
     carrier = torch.full((1, 1), -0.0, dtype=out, device=x.device).expand(x.shape)
     return carrier, rstd, *pack_pair(x, codes[0], codes[1])
 
 
 def _rmsnorm_fake(
-    x: Tensor, weight: Tensor, eps: float, row: str, col: str, first: str, out: torch.dtype, low: torch.dtype
-) -> tuple[Tensor, ...]:
-    carrier, rstd = x.new_empty((1, 1), dtype=out).expand(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+    x: Tensor, weight: Tensor, given: Tensor | None, eps: float, row: str, col: str, first: str, out: torch.dtype,
+    low: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    carrier = x.new_empty((1, 1), dtype=out).expand(x.shape)
+    rstd = x.new_empty(x.shape[0] if given is None else 0, dtype=torch.float32)
     return carrier, rstd, *fake_pack(x, row, 1), *fake_pack(x, col, 0)
 
 
 def _save_norm(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(inputs[0], inputs[1], output[1])
-
-
-def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd_M: Tensor, needs_x: bool, needs_w: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return (dx [M, K] in x's dtype, dw [K] in the weight's dtype) of y = x * rstd * weight, computed in fp32 from dy
-    and x [M, K]."""
-    dx = dw = None
-    dy_MK, x_MK = dy.float(), x.float()
-    n_MK = x_MK * rstd_M.unsqueeze(1)
-    if needs_w:
-        dw = (dy_MK * n_MK).sum(0).to(weight.dtype)
-    if needs_x:
-        g_MK = dy_MK * weight.float()
-        dx = ((g_MK - n_MK * (g_MK * n_MK).mean(1, keepdim=True)) * rstd_M.unsqueeze(1)).to(x.dtype)
-    return dx, dw
+    x, weight, given = inputs[:3]
+    ctx.save_for_backward(x, weight, output[1] if given is None else given)
 
 
 def _rmsnorm_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    return *norm_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None, None, None, None, None, None
+    return *rmsnorm_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), *[None] * 7
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, key: str, out: torch.dtype, needs_wgrad: bool) -> Tensor:
@@ -107,7 +97,11 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, key: str, out: torch.dtype, n
     first, low = row or col, compiled.traced_compute_dtype(x.device.type, out)
     col = col if needs_wgrad else ""
     x_MK = compiled.as_matrix(x)
-    carrier, rstd_M, *codes = torch.ops.octavo.rmsnorm(x_MK, weight, eps, row, col, first, out, low)
+    # A kernel of column blocks needs the statistics before it begins. Computed here, a compiler fuses them with the
+    # residual sum before the norm. Kernels of other casts compute them from the whole rows that they read.
+    given_M = reciprocal_rms(x_MK.detach(), eps) if block_rows(col) > 1 else None
+    carrier, computed_M, *codes = torch.ops.octavo.rmsnorm(x_MK, weight, given_M, eps, row, col, first, out, low)
+    rstd_M = computed_M if given_M is None else given_M
     # The kernel's formula, for readers other than FP8 layers; without any, a compiler drops it.
     values_MK = (x_MK.detach().float() * rstd_M.unsqueeze(1) * weight.detach().float()).to(out)
     y = (values_MK + carrier).view(x.shape)

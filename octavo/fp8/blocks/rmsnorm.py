@@ -313,7 +313,7 @@ class _RmsNorm(torch.autograd.Function):
             saved = sources.encode_activation(x_MK) if call.saves and any(ctx.needs_input_grad) else None
         if (row, col) != (None, None):
             call.codes.extend(codes)
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.x_shape, ctx.x_dtype, ctx.backend = x.shape, x.dtype, call.backend
         sources.save_named(ctx, x=x if saved is None else saved, weight=weight, rstd=rstd_M)
         # Autograd must not see a view: a model may write into the output, as into the stock norm's.
         return torch.ops.aten._unsafe_view(y_MK, list(x.shape))
@@ -324,8 +324,8 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, rstd_M = sources.load_saved(ctx).values()
         needs_x, needs_w = ctx.needs_input_grad[:2]
         with without_autocast(dy):
-            dy_MK = dy.reshape(-1, dy.shape[-1]).float()
-            x_MK = sources.decode_if_quantized(x, torch.float32).reshape(dy_MK.shape).float()
-            dx, dw = compiled.norm_backward(dy_MK, x_MK, weight, rstd_M, needs_x, needs_w)
+            dy_MK = dy.reshape(-1, dy.shape[-1])
+            x_MK = sources.decode_if_quantized(x, torch.float32).reshape(dy_MK.shape)
+            dx, dw = ctx.backend.rmsnorm_backward(dy_MK, x_MK, weight, rstd_M, needs_x, needs_w)
             dx = None if dx is None else dx.view(ctx.x_shape).to(ctx.x_dtype)
         return dx, dw, None

@@ -82,6 +82,12 @@ def parse_key(key: str) -> GemmTexts:
     return GemmTexts(*key.split("|"))
 
 
+def block_rows(operand: str) -> int:
+    """Return how many rows a block of ``backend:cast`` has, -1 for all of them and 0 for an empty string; Dynamo folds
+    it too."""
+    return int(operand.split(":")[1].split(",")[1]) if operand else 0
+
+
 def _format_spec(spec: CastSpec) -> str:
     return f"{spec.format},{spec.block[0]},{spec.block[1]},{spec.scale}"
 

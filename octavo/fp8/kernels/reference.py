@@ -77,9 +77,15 @@ def _check_dtypes(name: str, *tensors: Tensor) -> None:
         raise CastError(f"{name}: found inputs of {', '.join(wrong)}; it takes float32, bfloat16 and float16.")
 
 
+def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
+    """Return 1 / sqrt(mean(x^2) + eps) [M] in fp32 for each row of x [M, K]."""
+    x_MK = x.float()
+    return 1.0 / torch.sqrt((x_MK * x_MK).mean(1) + eps)
+
+
 def rmsnorm_quantize(
     x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
-    out: torch.dtype | None = None, low: torch.dtype | None = None,
+    out: torch.dtype | None = None, low: torch.dtype | None = None, rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
     """Return (y [M, K] in ``out`` or x's dtype, rstd [M] fp32, y.to(``low``) cast under ``row``, and under ``col``).
 
@@ -87,9 +93,25 @@ def rmsnorm_quantize(
     """
     check_rmsnorm(x, weight)
     x_MK = x.detach().float()
-    rstd_M = 1.0 / torch.sqrt((x_MK * x_MK).mean(1) + eps)
+    rstd_M = reciprocal_rms(x_MK, eps) if rstd is None else rstd
     y_MK = (x_MK * rstd_M.view(-1, 1) * weight.detach().float()).to(out or x.dtype)
     return y_MK, rstd_M, *_cast_both(y_MK.to(low or y_MK.dtype), row, col)
+
+
+def rmsnorm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_x: bool, needs_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return (dx [M, K] in x's dtype, dw [K] in the weight's dtype) of y = x * rstd * weight, computed in fp32 from dy
+    and x [M, K]; None for one that is not needed."""
+    dx = dw = None
+    dy_MK, x_MK = dy.float(), x.float()
+    n_MK = x_MK * rstd.unsqueeze(1)
+    if needs_w:
+        dw = (dy_MK * n_MK).sum(0).to(weight.dtype)
+    if needs_x:
+        g_MK = dy_MK * weight.float()
+        dx = ((g_MK - n_MK * (g_MK * n_MK).mean(1, keepdim=True)) * rstd.unsqueeze(1)).to(x.dtype)
+    return dx, dw
 
 
 def swiglu_quantize(
@@ -209,6 +231,7 @@ class ReferenceBackend(Backend):
         return grouped.wgrad(_gemm, dy_q, x_q, groups, out_dtype)
 
     rmsnorm_quantize = staticmethod(rmsnorm_quantize)
+    rmsnorm_backward = staticmethod(rmsnorm_backward)
     swiglu_quantize = staticmethod(swiglu_quantize)
     swiglu_backward_quantize = staticmethod(swiglu_backward_quantize)
 

@@ -164,12 +164,13 @@ class Backend:
 
     def rmsnorm_quantize(
         self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
-        out: torch.dtype | None = None, low: torch.dtype | None = None,
+        out: torch.dtype | None = None, low: torch.dtype | None = None, rstd: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
         """Return (y, rstd [M] fp32, y under ``row`` for contraction 1, y under ``col`` for contraction 0) of x [M, K].
 
-        y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), computed in fp32 and rounded once to ``out`` (by
-        default x's dtype). The codes are a cast of y, or of y.to(``low``), the input of the next layer under autocast.
+        y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) unless given, computed in fp32 and rounded once to
+        ``out`` (by default x's dtype). The codes are a cast of y, or of y.to(``low``), the input of the next layer
+        under autocast.
         """
         raise self._missing("rmsnorm")
 
@@ -182,9 +183,18 @@ class Backend:
         col: CastSpec | None,
         out: torch.dtype | None = None,
         low: torch.dtype | None = None,
+        rstd: Tensor | None = None,
     ) -> tuple[Tensor, Quantized | None, Quantized | None]:
-        """Return what :meth:`rmsnorm_quantize` returns after y, for callers that do not read y."""
-        return self.rmsnorm_quantize(x, weight, eps, row, col, out, low)[1:]
+        """Return what :meth:`rmsnorm_quantize` returns after y, for callers that do not read y. ``rstd`` of x, if the
+        caller has it, is returned as it is."""
+        return self.rmsnorm_quantize(x, weight, eps, row, col, out, low, rstd)[1:]
+
+    def rmsnorm_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_x: bool, needs_w: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return (dx [M, K] in x's dtype, dw [K] in the weight's dtype) of y = x * rstd * weight, computed in fp32 from
+        dy and x [M, K]; None for one that is not needed."""
+        raise self._missing("rmsnorm")
 
     def swiglu_quantize(
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None

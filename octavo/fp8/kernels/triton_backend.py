@@ -125,9 +125,9 @@ class TritonBackend(Backend):
 
     def rmsnorm_quantize(
         self, x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
-        out: torch.dtype | None = None, low: torch.dtype | None = None,
+        out: torch.dtype | None = None, low: torch.dtype | None = None, rstd: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
-        return kernels.fused.rmsnorm_quantize(x, weight, eps, row, col, out, low)
+        return kernels.fused.rmsnorm_quantize(x, weight, eps, row, col, out, low, rstd)
 
     def rmsnorm_codes(
         self,
@@ -138,8 +138,14 @@ class TritonBackend(Backend):
         col: CastSpec | None,
         out: torch.dtype | None = None,
         low: torch.dtype | None = None,
+        rstd: Tensor | None = None,
     ) -> tuple[Tensor, Quantized | None, Quantized | None]:
-        return kernels.fused.rmsnorm_codes(x, weight, eps, row, col, out, low)
+        return kernels.fused.rmsnorm_codes(x, weight, eps, row, col, out, low, rstd)
+
+    def rmsnorm_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_x: bool, needs_w: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return kernels.fused.rmsnorm_backward(dy, x, weight, rstd, needs_x, needs_w)
 
     def swiglu_quantize(
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None

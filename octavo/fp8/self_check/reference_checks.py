@@ -222,7 +222,11 @@ def _check_norm_or_swiglu(
     if op == "rmsnorm":
         y, _, *codes = backend.rmsnorm_quantize(a, b[0], 1e-6, row, col)
         only = backend.rmsnorm_codes(a, b[0], 1e-6, row, col)[1:]
-        exact = reference.rmsnorm_quantize(first, second[0], 1e-6, None, None)[0].float()
+        exact, rstd, *_ = reference.rmsnorm_quantize(first, second[0], 1e-6, None, None)
+        mismatch = _check_norm_backward(backend, (second, first, second[0], rstd), device)
+        if mismatch is not None:
+            return mismatch
+        exact = exact.float()
     else:
         y, *codes = backend.swiglu_quantize(a, b, row, col)
         only = backend.swiglu_codes(a, b, row, col)
@@ -236,6 +240,20 @@ def _check_norm_or_swiglu(
         mismatch = compare_codes(f"{name} of the result", q, expected)
         mismatch = mismatch or _compare_values(f"{name} without the result", backend, alone, dequantize(expected))
         if mismatch is not None:
+            return mismatch
+    return None
+
+
+def _check_norm_backward(backend: Backend, values: tuple[Tensor, ...], device: torch.device) -> Mismatch | None:
+    """Check dx and dw from dy, x, the weight and rstd."""
+    gradients = backend.rmsnorm_backward(*(value.to(device) for value in values), True, True)
+    exact = get("reference").rmsnorm_backward(*values, True, True)
+    for name, actual, expected in zip(("dx", "dw"), gradients, exact, strict=True):
+        assert actual is not None and expected is not None
+        wide = expected.float()
+        # Sums in another order: an element near zero is off by the rounding of its largest terms.
+        allowed = wide.abs() * BOUND + wide.abs().amax() * 2.0**-14
+        if (mismatch := find_largest_error(name, actual, wide, allowed)) is not None:
             return mismatch
     return None
 

@@ -331,6 +331,53 @@ def test_rmsnorm_codes_need_no_y(pair: str, poisoned: list[torch.dtype]) -> None
     assert_cast(col_q, y, col, 0)
 
 
+@pytest.mark.parametrize("pair", ["mxfp8", "rowwise", "tiles"])
+def test_rmsnorm_takes_statistics_that_the_caller_has(pair: str) -> None:
+    """A compiled graph computes them with the residual sum; others than x's show that they are used."""
+    row, col = PAIRS[pair]
+    x, w = numbers(130, 140, torch.bfloat16), numbers(1, 140, torch.bfloat16)[0]
+    rstd = 2 * reference.reciprocal_rms(x, 1e-6)
+    returned, row_q, col_q = fused.rmsnorm_codes(x, w, 1e-6, row, col, rstd=rstd)
+    y = reference.rmsnorm_quantize(x, w, 1e-6, None, None, rstd=rstd)[0]
+    assert returned.data_ptr() == rstd.data_ptr()
+    assert_cast(row_q, y, row, 1)
+    assert_cast(col_q, y, col, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype"), [(37, 140, torch.bfloat16), (16, 3, torch.float32), (5, 1024, torch.float16)]
+)
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_rmsnorm_backward(rows: int, cols: int, dtype: torch.dtype, needs: tuple[bool, bool]) -> None:
+    """dx and dw from one kernel, each to the rounding of sums in another order; a bad row spoils only itself in dx."""
+    x, w, dy = numbers(rows, cols, dtype), numbers(1, cols, dtype, 1)[0], numbers(cols, rows, dtype, 2).t()
+    rstd = reference.reciprocal_rms(x, 1e-6)
+    rstd[3] = float("inf")
+    with launches() as recorded:
+        results = fused.rmsnorm_backward(dy, x, w, rstd, *needs)
+    assert recorded["rmsnorm_backward"] == 1
+    for ours, exact in zip(results, reference.rmsnorm_backward(dy, x, w, rstd, *needs), strict=True):
+        assert (ours is None) == (exact is None)
+        if ours is None or exact is None:
+            continue
+        good = exact.isfinite()
+        assert ours.dtype == exact.dtype and torch.equal(ours.isfinite(), good)
+        error = (ours.double() - exact.double())[good].abs()
+        bound = torch.finfo(dtype).eps * exact.double()[good].abs() + 2.0**-18
+        assert (error <= bound).all()
+
+
+def test_rmsnorm_backward_of_other_sizes() -> None:
+    """No rows, and rows that fit in no program."""
+    w = torch.ones(16400)
+    dx, dw = fused.rmsnorm_backward(w.new_ones(0, 40), w.new_ones(0, 40), w[:40], w[:0], True, True)
+    assert dx is not None and dx.shape == (0, 40) and dw is not None and not dw.any()
+    x, dy = numbers(2, 16400, torch.float32), numbers(2, 16400, torch.float32, 1)
+    rstd = reference.reciprocal_rms(x, 1e-6)
+    pairs = (of.rmsnorm_backward(dy, x, w, rstd, True, True) for of in (fused, reference))
+    assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
 def test_single_launch() -> None:
     x = numbers(5, 144, torch.bfloat16)
     with launches() as recorded:

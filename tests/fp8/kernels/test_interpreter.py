@@ -128,6 +128,7 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
         "grouped_fwd": lambda: backend.grouped_fwd(rows, experts, groups, LOW),
         "grouped_dgrad": lambda: backend.grouped_dgrad(arguments, experts, groups, LOW),
         "grouped_wgrad": lambda: backend.grouped_wgrad(columns, columns, groups, LOW),
+        "rmsnorm_backward": lambda: backend.rmsnorm_backward(x, x, w, x[:, 0].float(), True, True),
         "rmsnorm_codes": lambda: backend.rmsnorm_codes(x, w, 1e-6, ROW, None),
         "rmsnorm_quantize": lambda: backend.rmsnorm_quantize(x, w, 1e-6, ROW, None),
         "swiglu_quantize": lambda: backend.swiglu_quantize(x, x, ROW, COL),

@@ -206,6 +206,11 @@ def test_planted_fault_is_reported_before_apply(newer: pytest.MonkeyPatch, fault
             reference_checks.fused_checks(RECIPE, "swiglu", "triton", CPU),
         ),
         (
+            "rmsnorm_backward",
+            lambda out: (out[0], out[1] * 1.1),
+            reference_checks.fused_checks(RECIPE, "rmsnorm", "triton", CPU),
+        ),
+        (
             "rmsnorm_codes",
             lambda out: (out[0], double_scale(out[1]), out[2]),
             reference_checks.fused_checks(RECIPE, "rmsnorm", "triton", CPU),

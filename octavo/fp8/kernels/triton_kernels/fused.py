@@ -10,6 +10,7 @@ into both layouts, "eager" is PyTorch op by op plus that cast::
     rmsnorm -> row                  x 2          y 2, row 1                  5        7        39
     rmsnorm -> row, col             x 2 + 2*     y 2, row 1, col 1           6-8      8        40
     rmsnorm -> row, col, no y       x 2 + 2*     row 1, col 1                4-6      8        40
+    rmsnorm backward                dy, x 4      dx 2, sums 0.5              7       14        60
     swiglu -> row, col              gate, up 4   h 2, row 1, col 1           8       10        14
     swiglu -> row, col, no h        gate, up 4   row 1, col 1                6       10        14
     swiglu backward                 3 x 2        2 x (row 1, col 1)         10       18        30
@@ -20,7 +21,8 @@ Three kinds of program. ``rmsnorm_rows`` holds whole rows: statistics, result an
 block needs 128 rows at a time; 128 whole rows do not fit in a multiprocessor (1 MB at K = 4096), and the rows of all
 multiprocessors do not fit in the cache. So with a column layout ``rstd_of_rows`` reads x for the statistics and
 ``rmsnorm_tile`` reads it again in 128 x 128 tiles, in reverse order: the rows that were read last are cached. Tiles
-also keep every multiprocessor busy when there are fewer panels of 128 rows than multiprocessors. SwiGLU needs no
+also keep every multiprocessor busy when there are fewer panels of 128 rows than multiprocessors. A compiled graph
+computes the statistics itself, together with the residual sum before the norm, and passes ``rstd``. SwiGLU needs no
 statistics: ``swiglu`` and ``swiglu_backward`` use tiles of 128 x 128. All tiles, ragged or whole, of any format and
 dtype, have one form (``fused_tiles.py``); :func:`_program` chooses its size and its threads.
 
@@ -43,6 +45,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
+from octavo.fp8.kernels import reference
 from octavo.fp8.kernels.layout import ALIGN, SCALE_ALIGN, ceil_div, codes_buffer, grid_shape, round_up
 from octavo.fp8.kernels.reference import check_rmsnorm, check_swiglu
 from octavo.fp8.kernels.triton_kernels import cast
@@ -51,6 +54,7 @@ from octavo.fp8.kernels.triton_kernels.launch import launch
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WIDEST = 16384  # columns that one program holds as a whole
+BACKWARD_ROWS = 16  # of a program; each writes a row of fp32 sums, half a byte a value
 TILE = 128
 _SQUARE = (TILE, TILE)
 
@@ -171,10 +175,10 @@ def _plain(
 
 def rmsnorm_quantize(
     x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
-    out: torch.dtype | None = None, low: torch.dtype | None = None,
+    out: torch.dtype | None = None, low: torch.dtype | None = None, rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
     """See ``Backend.rmsnorm_quantize``. Raises CastError for shapes or dtypes that do not fit."""
-    y, rstd, row_q, col_q = _rmsnorm(x, weight, eps, row, col, out, low, emit=True)
+    y, rstd, row_q, col_q = _rmsnorm(x, weight, eps, row, col, out, low, rstd, emit=True)
     assert y is not None
     return y, rstd, row_q, col_q
 
@@ -187,9 +191,10 @@ def rmsnorm_codes(
     col: CastSpec | None,
     out: torch.dtype | None = None,
     low: torch.dtype | None = None,
+    rstd: Tensor | None = None,
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:
     """:func:`rmsnorm_quantize` without y, for callers that do not read it: (rstd, y under ``row``, y under ``col``)."""
-    return _rmsnorm(x, weight, eps, row, col, out, low, emit=False)[1:]
+    return _rmsnorm(x, weight, eps, row, col, out, low, rstd, emit=False)[1:]
 
 
 def _rmsnorm(
@@ -200,18 +205,19 @@ def _rmsnorm(
     col: CastSpec | None,
     out: torch.dtype | None,
     low: torch.dtype | None,
+    given: Tensor | None,  # rstd
     emit: bool,
 ) -> tuple[Tensor | None, Tensor, Quantized | None, Quantized | None]:
     check_rmsnorm(x, weight)
     x, weight = _rows_of(x), weight.detach().contiguous()
     rows, cols = x.shape
     row_out, col_out = _out(x, row, 1), _out(x, col, 0)
-    by_rows = col_out is None and cols <= WIDEST
+    by_rows = col_out is None and cols <= WIDEST and given is None  # a program of whole rows computes rstd itself
     if by_rows and row is not None and row.block == (1, -1):
         row_out = _Out(x, row, 1)
     y = _plain(x, emit, (row_out, row), (col_out, col), dtype=out)
     dtypes = {"OUT": _TL[out or x.dtype], "LOW": _TL[low or out or x.dtype]}
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if given is None else given.contiguous()
     unit = _unit(x)
     size = (rows, x.stride(0) // unit, cols // unit)
     top = _top(x, (row_out, row), (col_out, col))
@@ -224,12 +230,40 @@ def _rmsnorm(
         programs = ceil_div(round_up(rows, ALIGN), high)
         launch(kernels.rmsnorm_rows, (programs,), x, weight, rstd, y, *_pair(row_out), top, *size, eps, **constants)
     else:
-        launch(kernels.rstd_of_rows, (ceil_div(rows, 4),), x, rstd, *size, eps, UNIT=unit, BM=4, BK=1024, num_warps=4)
+        if given is None:
+            constants = {"UNIT": unit, "BM": 4, "BK": 1024, "num_warps": 4}
+            launch(kernels.rstd_of_rows, (ceil_div(rows, 4),), x, rstd, *size, eps, **constants)
         grid, constants = _tiles(x, row, row_out, col, col_out)
         outs = (*_pair(row_out), *_pair(col_out))
         launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, top, *size, UNIT=unit, **dtypes, **constants)
     to_cast = y if y is None or low is None else y.to(low)
     return y if emit else None, rstd, *_results(to_cast, top, row, row_out, col, col_out)
+
+
+def rmsnorm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_x: bool, needs_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """See ``Backend.rmsnorm_backward``. Raises CastError for shapes or dtypes that do not fit."""
+    check_rmsnorm(x, weight)
+    rows, cols = x.shape
+    if cols > WIDEST:
+        return reference.rmsnorm_backward(dy, x, weight, rstd, needs_x, needs_w)
+    dy, x, weight = _rows_of(dy), _rows_of(x), weight.detach().contiguous()
+    programs = ceil_div(rows, BACKWARD_ROWS)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
+    # A row of sums for each program, whose number follows from the shape: dw has the same bits on every GPU.
+    sums = torch.empty(programs, cols, dtype=torch.float32, device=x.device) if needs_w else None
+    unit = _unit(dy, x)
+    size = (rows, dy.stride(0) // unit, x.stride(0) // unit, cols // unit)
+    constants = {"UNIT": unit, "OUT": _TL[x.dtype], **_whole_rows(cols)}
+    launch(kernels.rmsnorm_backward, (programs,), dy, x, weight, rstd.contiguous(), dx, sums, *size, **constants)
+    return dx, None if sums is None else sums.sum(0).to(weight.dtype)
+
+
+def _whole_rows(cols: int) -> dict[str, int]:
+    """Return the constants of a program of ``rmsnorm_backward``: 16 values of a row in each thread."""
+    wide = max(TILE, triton.next_power_of_2(cols))
+    return {"BK": wide, "ROWS": BACKWARD_ROWS, "num_warps": min(32, max(4, wide // 512))}
 
 
 def swiglu_quantize(

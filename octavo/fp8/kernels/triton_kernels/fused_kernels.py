@@ -202,6 +202,47 @@ def sigmoid(x):
 
 
 @triton.jit
+def rmsnorm_backward(
+    dy,  # [M, K] any float, rows dy_stride * UNIT apart
+    x,  # likewise
+    weight,  # [K] any float
+    rstd,  # fp32 [M]
+    dx,  # [M, K] OUT, contiguous, or None
+    sums,  # fp32 [programs, K], or None
+    M,
+    dy_stride,
+    x_stride,
+    K,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+    BK: tl.constexpr,  # K up to a power of two
+    OUT: tl.constexpr,  # dtype of dx
+):
+    """dx of ROWS rows, and the sum of dy * n over them, from one read: n = x * rstd, g = dy * weight,
+    dx = rstd * (g - n * mean(g * n))."""
+    K = K * UNIT
+    cols = tl.arange(0, BK)
+    w = widen(tl.load(weight + cols, mask=cols < K, other=0.0))
+    total = tl.zeros([BK], tl.float32)
+    first = tl.program_id(0) * ROWS
+    for row in range(first, min(first + ROWS, M)):
+        at = tl.cast(row, tl.int64)
+        d = widen(tl.load(dy + at * (dy_stride * UNIT) + cols, mask=cols < K, other=0.0))
+        r = tl.load(rstd + at)
+        n = widen(tl.load(x + at * (x_stride * UNIT) + cols, mask=cols < K, other=0.0)) * r
+        # In the padding, 0 * rstd is NaN where rstd is NaN or infinite: it must not reach the mean.
+        n = tl.where(cols < K, n, 0.0)
+        if sums is not None:
+            total += d * n
+        if dx is not None:
+            g = d * w
+            mean = tl.div_rn(tl.sum(g * n, axis=0), K.to(tl.float32))
+            tl.store(dx + at * K + cols, round_to((g - n * mean) * r, OUT), mask=cols < K)
+    if sums is not None:
+        tl.store(sums + tl.program_id(0).to(tl.int64) * K + cols, total, mask=cols < K)
+
+
+@triton.jit
 def _swiglu_quarter(
     gate,  # [M, K], as in swiglu
     up,

@@ -57,6 +57,16 @@ def _tile(
     return Variant(title, kernel, signature, {"UNIT": 16} | constants | fixed, **options)
 
 
+def _backward(title: str, dtype: str, wide: int, absent: dict[str, Any]) -> Variant:
+    """The form of the backward of RMSNorm for rows of this width."""
+    types = dict.fromkeys(("dy", "x", "weight", "dx"), f"*{dtype}") | {"rstd": "*fp32", "sums": "*fp32"}
+    types |= dict.fromkeys(("M", "dy_stride", "x_stride", "K"), "i32")
+    kernel, program = kernels.rmsnorm_backward, fused._whole_rows(wide)
+    signature = {n: types[n] for n in kernel.arg_names if n in types and n not in absent}
+    constants = {"UNIT": 16, "OUT": _dtypes(dtype, dtype)["OUT"], "ROWS": program["ROWS"], "BK": program["BK"]}
+    return Variant(f"rmsnorm_backward {title}", kernel, signature, constants | absent, program["num_warps"])
+
+
 def variants() -> list[Variant]:
     """Every kind of output that is used: with and without the plain result for bf16, once for fp16 and fp32."""
     blockwise = (CastSpec(block=(1, TILE)), CastSpec(block=(TILE, 1)))
@@ -117,6 +127,13 @@ def variants() -> list[Variant]:
             "rmsnorm_rows 4096 tensor", kernel, signature | {"top": "*i32"}, constants | absent, max(4, wide // 1024)
         )
     )
+    for title, dtype, wide, absent in (
+        ("4096", "bf16", 4096, {}),
+        ("4096 dx only", "bf16", 4096, {"sums": None}),
+        ("4096 fp32", "fp32", 4096, {}),
+        ("16384", "bf16", 16384, {}),
+    ):
+        results.append(_backward(title, dtype, wide, absent))
     signature, _ = _signature(kernels.rstd_of_rows, ["x"], None, None)
     results.append(Variant("rstd_of_rows", kernels.rstd_of_rows, signature, {"UNIT": 16, "BM": 4, "BK": 1024}))
     return results
