@@ -1,13 +1,13 @@
 """Bytes that a compiled decoder block moves outside of its GEMMs and its attention, by Inductor's own account.
 
-    python benchmarks/block_bytes.py [--out benchmarks/results/block_bytes.json]
+    python -m benchmarks.block_bytes [--out benchmarks/results/block_bytes.json]
 
 A Qwen3 decoder block with the proportions of the 8B model is traced with its backward, and lowered by Inductor without
 generating code: no GPU is needed, and nothing is timed. The unit is u = tokens x hidden x 2 bytes, one activation in
 16 bits. Two columns add up to the sum:
 
     generated   what the elementwise kernels read and write that Inductor fuses for a GPU (gpu_fusion.py)
-    operators   what Octavo's casts and fused operators must read and write (a norm's second read of x is not counted)
+    operators   what Octavo's casts and fused operators must read and write
 
 GEMMs and attention are left out: both columns hold what FP8 adds to them or saves. The last column is the sum with
 Inductor's fusions for a CPU, where the backward of a norm takes two kernels. Of a candidate's generated kernels the
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.scheduler import BaseSchedulerNode
 
-import gpu_fusion
+from benchmarks import gpu_fusion
 from octavo import fp8
 from octavo.bench import record
 
@@ -67,9 +67,8 @@ def decoder_block() -> tuple[nn.Module, Callable[[Callable[..., Tensor]], Callab
 
 def count(policy: dict[str, str] | None) -> dict[str, Any]:
     """Return the bytes of a block, forward and backward, in u: ``generated``, ``operators``, their ``sum``, and
-    ``sum_on_cpu``; how
-    often each operator runs (``calls``), the bytes of those that move some (``moved``), and the bytes of the generated
-    kernels by the modules that they compute (``kernels``), largest first.
+    ``sum_on_cpu``; how often each operator runs (``calls``), the bytes of those that move some (``moved``), and the
+    bytes of the generated kernels by the modules that they compute (``kernels``), largest first.
 
     Raises:
         RuntimeError: the block is more than one graph each way.
@@ -196,7 +195,7 @@ def main() -> None:
         print(f"{name:24} " + " ".join(f"{rows[-1][column]:{width}.2f}" for column, width in columns), flush=True)
     if args.out:
         shape = {"tokens": TOKENS, "hidden": HIDDEN, "kv": KV, "intermediate": WIDTH, "head": HEAD}
-        result = {"command": "python benchmarks/block_bytes.py", "shape": shape, "rows": rows}
+        result = {"command": "python -m benchmarks.block_bytes", "shape": shape, "rows": rows}
         record.save({**result, "machine": record.describe_machine()}, args.out)
 
 

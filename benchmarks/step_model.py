@@ -7,8 +7,9 @@ here. Seconds are computed from the stored result files of one H200 and from cou
 
     GEMMs       FLOPs / the rate of the shape in suite `gemm`, cuBLAS
     casts       bytes / the bandwidth of the recipe's cast in suite `cast`
-    generated   bytes of Inductor's kernels (`block_bytes.json`) x seconds a byte of compiled BF16: what its step takes
-                beyond its GEMMs, attention, head and optimizer
+    generated   bytes of Inductor's kernels, fused for a GPU by the torch of the timed run (`block_bytes.json` next to
+                its results) x seconds a byte of compiled BF16: what its step takes beyond its GEMMs, attention, head
+                and optimizer
     fused       bytes / (bandwidth of a copy x fraction); the fraction follows from the instructions of the kernel, see
                 :func:`fit_fraction`
     attention, head, optimizer   parts of the eager BF16 step; an FP8 head and FP8 moments by their GEMMs and bytes
@@ -139,8 +140,9 @@ def suites() -> dict[str, dict[tuple[str, str], dict[str, float]]]:
 
 @cache
 def block(candidate: str) -> dict[str, float]:
-    """Return the bytes of a block in u: ``generated``, and of each operator."""
-    rows = json.loads((RESULTS / "block_bytes.json").read_text())["rows"]
+    """Return the bytes of a block in u: ``generated``, and of each operator; counted with the torch of the timed run,
+    whose fusions decided what the BF16 step took."""
+    rows = json.loads((H200 / "block_bytes.json").read_text())["rows"]
     (row,) = (row for row in rows if row["candidate"] == candidate)
     return {"generated": row["generated"], **row["moved"]}
 
@@ -270,7 +272,6 @@ def operator_seconds(setting: Setting) -> float:
     stream = streamed["bytes"] / streamed["seconds"] / copy_bandwidth()  # one pass without a transposition
     if moved and setting.recipe == "blockwise":
         seconds += sum(size * unit / fraction(NOW[name]) for name, size in moved.items())
-        seconds += 2 * unit / stream  # both norms read x for their statistics first
     elif moved:
         # Scales of whole rows, columns or tensors need the finished result: it is written, and cast in another kernel.
         # The amax of a tensor is taken on the way.
