@@ -26,7 +26,7 @@ _HINTS = {
     "regs_per_multiprocessor": 2**16,
     "max_threads_per_multi_processor": 2048,
 }
-_DEVICE: dict[str, Any] = {**_HINTS, "minor": 0, "gcnArchName": ""}
+_DEVICE: dict[str, Any] = {**_HINTS, "minor": 0, "name": "NVIDIA H200", "gcnArchName": ""}
 
 
 @contextmanager
