@@ -47,6 +47,25 @@ def test_a_row_says_what_its_interval_allows() -> None:
     assert tables.interval(row("d", "w", [], 0.1, ["seed 3 diverged"])) == "seed 3 diverged"
 
 
+def test_equality_has_a_bar_on_both_sides() -> None:
+    study, tables = _module("study"), _module("tables")
+
+    def status(*gaps: float) -> Any:
+        return study.row("d", "w", gaps, 0.0005, both_sides=True)["status"]
+
+    assert status(0.0001, -0.0001, 0.0002) == status(0.0, 0.0) == "pass"
+    assert status(0.0009, 0.001, 0.0011) == status(-0.0009, -0.001, -0.0011) == "fail"
+    assert status(-0.0004, -0.0005, -0.0006) == status(0.001, -0.001, 0.0) == "undecided"
+    assert status(0.0001, math.nan) == "fail"
+    line = study.row("d", "w", [-0.0004, -0.0005, -0.0003], 0.0005, both_sides=True)
+    assert line["needed"] > 3 and "| +-0.05 % |" in tables.rows({"rows": [line]})
+    assert study.row("d", "w", [-0.0009, -0.001, -0.0011], 0.0005)["status"] == "pass"  # one side: better is no harm
+    one, both = (study.Design("d", 8, 0.0004, "s", 0.0005, sides).estimate() for sides in (False, True))
+    assert both["chance"] == pytest.approx(2 * one["chance"] - 1) and both["units_for_80"] > one["units_for_80"]
+    told = importlib.import_module("benchmarks.studies.__main__").told
+    assert "lies inside +-0.05 %" in told(both) and "passes below 0.05 %" in told(one)
+
+
 def test_gaps_of_forks_are_of_the_same_steps() -> None:
     study, outcome = _module("study"), _module("unit").Outcome
     high = outcome("high", 0, (4.0, 3.0, 2.0, 1.0), {"own": 2.0})

@@ -37,7 +37,8 @@ def written(page: str, results: Path = RESULTS) -> str:
 def rows(result: Result) -> str:
     lines = ["| design | of what | gap, 95 % interval | bar | units | |", "|---|---|---|---|---|---|"]
     for one in result["rows"]:
-        cells = (one["design"], one["what"], interval(one), percent(one["margin"], sign=False), str(one["units"]))
+        bar = ("+-" if one.get("both_sides") else "") + percent(one["margin"], sign=False)
+        cells = (one["design"], one["what"], interval(one), bar, str(one["units"]))
         lines.append(f"| {' | '.join((*cells, verdict(one)))} |")
     return "\n".join(lines)
 
