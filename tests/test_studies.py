@@ -93,10 +93,16 @@ def test_a_folder_is_one_studys_and_a_checkpoint_a_done_units(tmp_path: Path) ->
         pass
     begin = tmp_path / "units/high-seed-0/run/milestones/step_8"
     begin.mkdir(parents=True)
-    fork = SimpleNamespace(cfg=SimpleNamespace(run=SimpleNamespace(fork=str(begin), start_from=None)))
+    run = SimpleNamespace(fork=str(begin), start_from=None)
+    fork = SimpleNamespace(cfg=SimpleNamespace(run=run, model=SimpleNamespace(path="model")))
+    hf = tmp_path / "units/high-seed-0/run/hf"
+    hf.mkdir()
+    run = SimpleNamespace(fork=None, start_from=None)
+    adapted = SimpleNamespace(cfg=SimpleNamespace(run=run, model=SimpleNamespace(path=str(hf))))
+    assert units._next([adapted]) is None
     assert units._next([fork]) is None  # high precision was cut off after its checkpoint, and begins anew
     (tmp_path / "units/high-seed-0/unit.json").write_text("{}")
-    assert units._next([fork]) is fork
+    assert units._next([fork]) is fork and units._next([adapted]) is adapted
 
 
 def test_effects_of_a_planted_table() -> None:
