@@ -66,6 +66,14 @@ def test_equality_has_a_bar_on_both_sides() -> None:
     assert "lies inside +-0.05 %" in told(both) and "passes below 0.05 %" in told(one)
 
 
+def test_the_place_of_a_study_that_was_not_run_stays(tmp_path: Path) -> None:
+    written, page = _module("tables").written, "<!-- table: {} -->\nNot run yet.\n<!-- end -->"
+    assert written(page.format("rl power"), tmp_path) == page.format("rl power")
+    for wrong, why in (("no_such power", "no_such.py"), ("rl no_such", "table 'no_such'")):
+        with pytest.raises(SystemExit, match=why):
+            written(page.format(wrong), tmp_path)
+
+
 def test_gaps_of_forks_are_of_the_same_steps() -> None:
     study, outcome = _module("study"), _module("unit").Outcome
     high = outcome("high", 0, (4.0, 3.0, 2.0, 1.0), {"own": 2.0})
@@ -150,6 +158,43 @@ def test_the_study_of_mpt_judges_forks_and_whole_trainings(tmp_path: Path) -> No
     rows = mpt.judge(tmp_path, found)["rows"]
     assert [row["what"] for row in rows] == ["blockwise"] * 5 + ["delayed"] * 5
     assert all(row["units"] == 4 and row["estimate"] == pytest.approx(0.001) for row in rows)
+
+
+def test_the_studies_of_wgrad_compare_two_recipes_in_each_seed(tmp_path: Path) -> None:
+    """Outcomes with differences that are known, and the units that would make them, untrained."""
+    from octavo.data.builtin import digits
+
+    outcome, units = _module("unit").Outcome, _module("units")
+    worse = {"blockwise": 1.001, "blockwise_2d": 1.0012}
+    digits.write(tmp_path / "digits")
+    for name, number in {"wgrad": 40, "lora": 7, "rl": 16}.items():
+        module = _module(name)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "digits").symlink_to(tmp_path / "digits")
+        planned = module.units(tmp_path / name)
+        assert len(planned) == number and len({unit.name for unit in planned}) == number
+        made = {tmp_path / name / "units" / unit.name for unit in planned if unit.keeps}
+        found = {}
+        for unit in planned:
+            recipe = next((of for of in ("blockwise_2d", "blockwise") if f"-{of}-" in unit.name), "")
+            parts = unit.cfg.fp8.image_encoder if unit.name.startswith("both") else unit.cfg.fp8
+            assert parts.recipe == (recipe or "off")
+            needs = units._needs(unit.cfg)
+            assert not made.isdisjoint(path for need in needs for path in need.parents) or not needs
+            assert bool(needs) == (not unit.keeps and not unit.name.startswith("both"))
+            share = worse.get(recipe, 1.0)
+            losses = (2.0 * (share if name == "wgrad" else 1.0),) * (unit.cfg.train.steps - unit.begins)
+            held = {"own": 2.0 * share, "high": 2.0, "own_right": 0.9}
+            found[unit.name] = outcome(unit.name, unit.begins, losses, held, {"rewards": [0.5] * 120})
+        rows = {(row["design"], row["what"]): row for row in module.judge(tmp_path, found)["rows"]}
+        pairs = [row for (_, what), row in rows.items() if what == "blockwise_2d compared with blockwise"]
+        assert {row["units"] for row in pairs} == {module.SEEDS} and all(row["status"] == "pass" for row in pairs)
+        del found[next(unit.name for unit in planned if "-blockwise-seed-1" in unit.name)]
+        fewer = module.judge(tmp_path, found)["rows"][0]
+        assert fewer["units"] == module.SEEDS - 1 and "failed" not in fewer
+        if name == "wgrad":
+            equal = rows["forks after step 200", "blockwise_2d compared with blockwise"]
+            assert equal["both_sides"] and equal["estimate"] == pytest.approx(1.0012 / 1.001 - 1)
 
 
 def _forks(jobs: int, _: Any, begin: Callable[..., None], given: tuple[Any, ...], **more: int) -> ProcessPoolExecutor:

@@ -21,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # as its files find each other, here and in the processes of the pool
-NAMES = ("pretraining", "tower", "everything", "moe", "long_tail", "mpt", "smollm2")
+NAMES = ("pretraining", "tower", "everything", "moe", "long_tail", "mpt", "smollm2", "wgrad", "lora", "rl")
 
 
 def main() -> int:
