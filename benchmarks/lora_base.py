@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from octavo.config import load_config_text
+from octavo.config import Config, load_config_text
 from octavo.data.builtin import digits
 from octavo.models.tiny import tiny
 from octavo.train import run
@@ -44,17 +44,22 @@ def in_words(source: Path, target: Path) -> None:
     target.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
+def prepare(here: Path, steps: int, console: Console | None = None) -> Config:
+    """Write model and data below ``here`` where they are missing; return the configuration of the base."""
+    tiny.write("qwen3_vl", here / "model", texts=[*WORDS, *digits.PLACES])
+    files = digits.write(here / "digits", console=console)
+    in_words(files.train, here / "words_train.json")
+    in_words(files.test, here / "words_test.json")
+    return load_config_text(CONFIG.format(here=here, steps=steps))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="steps that the base is trained")
     parser.add_argument("--dir", type=Path, default=Path("build/lora"))
     args = parser.parse_args()
     here, console = args.dir.resolve(), Console()
-    tiny.write("qwen3_vl", here / "model", texts=[*WORDS, *digits.PLACES])
-    files = digits.write(here / "digits", console=console)
-    in_words(files.train, here / "words_train.json")
-    in_words(files.test, here / "words_test.json")
-    result = run(load_config_text(CONFIG.format(here=here, steps=args.steps)), console=console, label="base")
+    result = run(prepare(here, args.steps, console), console=console, label="base")
     if result.eval is not None:
         console.print(
             f"base: {100 * result.eval['exact_match']:.1f} % of held-out numerals right; {here / 'base' / 'hf'}"

@@ -47,6 +47,33 @@ def test_a_row_says_what_its_interval_allows() -> None:
     assert tables.interval(row("d", "w", [], 0.1, ["seed 3 diverged"])) == "seed 3 diverged"
 
 
+def test_equality_has_a_bar_on_both_sides() -> None:
+    study, tables = _module("study"), _module("tables")
+
+    def status(*gaps: float) -> Any:
+        return study.row("d", "w", gaps, 0.0005, both_sides=True)["status"]
+
+    assert status(0.0001, -0.0001, 0.0002) == status(0.0, 0.0) == "pass"
+    assert status(0.0009, 0.001, 0.0011) == status(-0.0009, -0.001, -0.0011) == "fail"
+    assert status(-0.0004, -0.0005, -0.0006) == status(0.001, -0.001, 0.0) == "undecided"
+    assert status(0.0001, math.nan) == "fail"
+    line = study.row("d", "w", [-0.0004, -0.0005, -0.0003], 0.0005, both_sides=True)
+    assert line["needed"] > 3 and "| +-0.05 % |" in tables.rows({"rows": [line]})
+    assert study.row("d", "w", [-0.0009, -0.001, -0.0011], 0.0005)["status"] == "pass"  # one side: better is no harm
+    one, both = (study.Design("d", 8, 0.0004, "s", 0.0005, sides).estimate() for sides in (False, True))
+    assert both["chance"] == pytest.approx(2 * one["chance"] - 1) and both["units_for_80"] > one["units_for_80"]
+    told = importlib.import_module("benchmarks.studies.__main__").told
+    assert "lies inside +-0.05 %" in told(both) and "passes below 0.05 %" in told(one)
+
+
+def test_the_place_of_a_study_that_was_not_run_stays(tmp_path: Path) -> None:
+    written, page = _module("tables").written, "<!-- table: {} -->\nNot run yet.\n<!-- end -->"
+    assert written(page.format("rl power"), tmp_path) == page.format("rl power")
+    for wrong, why in (("no_such power", "no_such.py"), ("rl no_such", "table 'no_such'")):
+        with pytest.raises(SystemExit, match=why):
+            written(page.format(wrong), tmp_path)
+
+
 def test_gaps_of_forks_are_of_the_same_steps() -> None:
     study, outcome = _module("study"), _module("unit").Outcome
     high = outcome("high", 0, (4.0, 3.0, 2.0, 1.0), {"own": 2.0})
@@ -74,10 +101,16 @@ def test_a_folder_is_one_studys_and_a_checkpoint_a_done_units(tmp_path: Path) ->
         pass
     begin = tmp_path / "units/high-seed-0/run/milestones/step_8"
     begin.mkdir(parents=True)
-    fork = SimpleNamespace(cfg=SimpleNamespace(run=SimpleNamespace(fork=str(begin), start_from=None)))
+    run = SimpleNamespace(fork=str(begin), start_from=None)
+    fork = SimpleNamespace(cfg=SimpleNamespace(run=run, model=SimpleNamespace(path="model")))
+    hf = tmp_path / "units/high-seed-0/run/hf"
+    hf.mkdir()
+    run = SimpleNamespace(fork=None, start_from=None)
+    adapted = SimpleNamespace(cfg=SimpleNamespace(run=run, model=SimpleNamespace(path=str(hf))))
+    assert units._next([adapted]) is None
     assert units._next([fork]) is None  # high precision was cut off after its checkpoint, and begins anew
     (tmp_path / "units/high-seed-0/unit.json").write_text("{}")
-    assert units._next([fork]) is fork
+    assert units._next([fork]) is fork and units._next([adapted]) is adapted
 
 
 def test_effects_of_a_planted_table() -> None:
@@ -125,6 +158,43 @@ def test_the_study_of_mpt_judges_forks_and_whole_trainings(tmp_path: Path) -> No
     rows = mpt.judge(tmp_path, found)["rows"]
     assert [row["what"] for row in rows] == ["blockwise"] * 5 + ["delayed"] * 5
     assert all(row["units"] == 4 and row["estimate"] == pytest.approx(0.001) for row in rows)
+
+
+def test_the_studies_of_wgrad_compare_two_recipes_in_each_seed(tmp_path: Path) -> None:
+    """Outcomes with differences that are known, and the units that would make them, untrained."""
+    from octavo.data.builtin import digits
+
+    outcome, units = _module("unit").Outcome, _module("units")
+    worse = {"blockwise": 1.001, "blockwise_2d": 1.0012}
+    digits.write(tmp_path / "digits")
+    for name, number in {"wgrad": 40, "lora": 7, "rl": 16}.items():
+        module = _module(name)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "digits").symlink_to(tmp_path / "digits")
+        planned = module.units(tmp_path / name)
+        assert len(planned) == number and len({unit.name for unit in planned}) == number
+        made = {tmp_path / name / "units" / unit.name for unit in planned if unit.keeps}
+        found = {}
+        for unit in planned:
+            recipe = next((of for of in ("blockwise_2d", "blockwise") if f"-{of}-" in unit.name), "")
+            parts = unit.cfg.fp8.image_encoder if unit.name.startswith("both") else unit.cfg.fp8
+            assert parts.recipe == (recipe or "off")
+            needs = units._needs(unit.cfg)
+            assert not made.isdisjoint(path for need in needs for path in need.parents) or not needs
+            assert bool(needs) == (not unit.keeps and not unit.name.startswith("both"))
+            share = worse.get(recipe, 1.0)
+            losses = (2.0 * (share if name == "wgrad" else 1.0),) * (unit.cfg.train.steps - unit.begins)
+            held = {"own": 2.0 * share, "high": 2.0, "own_right": 0.9}
+            found[unit.name] = outcome(unit.name, unit.begins, losses, held, {"rewards": [0.5] * 120})
+        rows = {(row["design"], row["what"]): row for row in module.judge(tmp_path, found)["rows"]}
+        pairs = [row for (_, what), row in rows.items() if what == "blockwise_2d compared with blockwise"]
+        assert {row["units"] for row in pairs} == {module.SEEDS} and all(row["status"] == "pass" for row in pairs)
+        del found[next(unit.name for unit in planned if "-blockwise-seed-1" in unit.name)]
+        fewer = module.judge(tmp_path, found)["rows"][0]
+        assert fewer["units"] == module.SEEDS - 1 and "failed" not in fewer
+        if name == "wgrad":
+            equal = rows["forks after step 200", "blockwise_2d compared with blockwise"]
+            assert equal["both_sides"] and equal["estimate"] == pytest.approx(1.0012 / 1.001 - 1)
 
 
 def _forks(jobs: int, _: Any, begin: Callable[..., None], given: tuple[Any, ...], **more: int) -> ProcessPoolExecutor:

@@ -21,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # as its files find each other, here and in the processes of the pool
-NAMES = ("pretraining", "tower", "everything", "moe", "long_tail", "mpt", "smollm2")
+NAMES = ("pretraining", "tower", "everything", "moe", "long_tail", "mpt", "smollm2", "wgrad", "lora", "rl")
 
 
 def main() -> int:
@@ -63,9 +63,10 @@ def main() -> int:
 def told(estimate: dict[str, Any]) -> str:
     """One line of a power estimate."""
     needed = estimate["units_for_80"]
+    passes = "lies inside +-" if estimate.get("both_sides") else "passes below "
     return (
         f"  {estimate['design']}: {estimate['units']} units that scatter by {100 * estimate['spread']:.3g} % "
-        f"({estimate['source']}) give +-{100 * estimate['half_width']:.3g} %; with no true gap it passes below "
+        f"({estimate['source']}) give +-{100 * estimate['half_width']:.3g} %; with no true gap it {passes}"
         f"{100 * estimate['margin']:.3g} % with a chance of {100 * estimate['chance']:.0f} %"
         + ("" if estimate["chance"] >= 0.8 or needed is None else f" ({needed} units: 80 %)")
     )

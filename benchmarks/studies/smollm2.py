@@ -32,7 +32,7 @@ STEPS, SHORT, LONG = 100, 40, 300
 WATCHED = (25, 40, 50, 200)
 FEW, MANY = 24, 48  # held-out windows at a look, and at the end
 FORK = 0.0015  # the bar, as a share of the loss
-SAME = 0.0005  # of two recipes of which one shall replace the other
+SAME = 0.0005  # of two recipes of which one shall replace the other, on both sides
 SEEDS, GOAL_SEEDS = 4, 3  # of the goal a fourth comes after one seed of everything
 LR = "5e-5"
 FIRST_LAST = tuple(f"**.layers.{number}.**" for number in (0, 1, 28, 29))
@@ -286,11 +286,11 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
         (f"forks, after {LONG} steps", "rowwise", "long-rowwise", "long-high", LONG),
     )
     for design, what, name, high, step in others:
-        bar = SAME if high == folder_name(GOAL) else FORK
+        equality = high == folder_name(GOAL)
         sides = ("own", "high") if name == "lora-fp8" else ("own",)
         for side, end in zip(sides, ("", ", evaluated in high precision"), strict=False):
             if values := gaps(outcomes, name, high, step, side):
-                rows.append(row(design + end, what, values, bar))
+                rows.append(row(design + end, what, values, SAME if equality else FORK, both_sides=equality))
     curves: dict[str, object] = {}
     for what, name in named.items():
         at = {0: _gap_before(outcomes, BEFORE.get(name, f"equal-{name}"))}

@@ -19,22 +19,29 @@ Outcomes = Mapping[str, Outcome]
 @dataclass(frozen=True)
 class Design:
     """One design of a study, as it was planned: what it measures, in how many units, how they were expected to scatter
-    (``spread``, standard deviation, from ``source``) and the bar that its interval must stay below."""
+    (``spread``, standard deviation, from ``source``) and the bar that its interval must stay below; with ``both_sides``
+    it must stay above minus the bar too."""
 
     name: str
     units: int
     spread: float
     source: str
     margin: float
+    both_sides: bool = False
 
     def estimate(self) -> dict[str, Any]:
-        """The power of the design, before it runs."""
-        return {
+        """The power of the design, before it runs. On both sides the chance is a lower bound."""
+        line: dict[str, Any] = {
             "design": self.name, "units": self.units, "spread": self.spread, "source": self.source,
             "margin": self.margin, "half_width": power.half_width(self.spread, self.units),
             "chance": power.pass_probability(self.spread, self.units, self.margin),
             "units_for_80": power.required_units(self.spread, self.margin),
         }  # fmt: skip
+        if self.both_sides:
+            # Each end of the interval crosses its bar with probability 1 - chance.
+            line |= {"both_sides": True, "chance": max(0.0, 2 * line["chance"] - 1)}
+            line["units_for_80"] = _units_for_both_sides(self.spread, self.margin)
+        return line
 
 
 @dataclass(frozen=True)
@@ -51,25 +58,38 @@ class Study:
     archive: Path | None = None  # a folder of the repository for the files of done units, so that any machine continues
 
 
-def row(design: str, what: str, gaps: Sequence[float], margin: float, failed: Sequence[str] = ()) -> dict[str, Any]:
+def row(
+    design: str, what: str, gaps: Sequence[float], margin: float, failed: Sequence[str] = (), both_sides: bool = False
+) -> dict[str, Any]:
     """A line of a study's table: the mean of independent gaps (shares; positive: FP8 is worse) with Student's 95 %
     interval, held against the margin; where undecided, how many units would decide if estimate and spread stayed.
-    A gap that is not finite is a failure too."""
+    A gap that is not finite is a failure too.
+
+    ``both_sides`` asks for equality: the whole interval passes between -margin and margin, and fails outside."""
     interval = claims.mean_gap(gaps)
     wild = sum(not math.isfinite(gap) for gap in gaps)
     failed = [*failed, *([f"{wild} of {len(gaps)} gaps are not finite"] if wild else [])]
     line: dict[str, Any] = {"design": design, "what": what, "margin": margin, "units": len(gaps), "gaps": list(gaps)}
+    if both_sides:
+        line["both_sides"] = True
     if failed:
         return {**line, "status": "fail", "failed": list(failed)}
     if interval is None:
         return {**line, "status": "undecided"}
     line |= {"estimate": interval.estimate, "low": interval.low, "high": interval.high, "half": interval.half}
-    if interval.low > margin:
+    if interval.low > margin or (both_sides and interval.high < -margin):
         return {**line, "status": "fail"}
-    if interval.high <= margin:
+    if interval.high <= margin and (not both_sides or interval.low >= -margin):
         return {**line, "status": "pass"}
     spread = float(np.std(gaps, ddof=1))
+    if both_sides:
+        return {**line, "status": "undecided", "needed": _units_for_both_sides(spread, margin, abs(interval.estimate))}
     return {**line, "status": "undecided", "needed": power.required_units(spread, margin, max(interval.estimate, 0.0))}
+
+
+def _units_for_both_sides(spread: float, margin: float, gap: float = 0.0) -> int | None:
+    """How many units keep each end of an interval inside its bar with 90 %, so that both are with 80 % or more."""
+    return power.required_units(spread, margin, gap, power=0.9)
 
 
 def gap(ours: Outcome, theirs: Outcome, first: int, last: int) -> float:

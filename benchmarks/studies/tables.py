@@ -3,7 +3,8 @@
     python -m benchmarks.studies tables
 
 A place begins with `<!-- table: NAME -->` and ends with `<!-- end -->`. NAME is a study (its rows), `STUDY power` (the
-estimate of the last design), `STUDY cost`, or another name in :data:`MORE`.
+estimate of the last design), `STUDY cost`, or another name in :data:`MORE`. The place of a study without a result file
+stays as it is.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ def written(page: str, results: Path = RESULTS) -> str:
     def fill(place: re.Match[str]) -> str:
         name, _, word = place[2].partition(" ")
         file = results / f"study_{name}.json"
-        if not file.is_file() or word not in MORE:
-            raise SystemExit(f"the place of {place[2]!r}: there is no {file if word in MORE else f'table {word!r}'}")
+        study = Path(__file__).with_name(f"{name}.py")
+        if not study.is_file() or word not in MORE:
+            raise SystemExit(f"the place of {place[2]!r}: there is no {study if word in MORE else f'table {word!r}'}")
+        if not file.is_file():  # not run yet
+            return place[0]
         result = json.loads(file.read_text(encoding="utf-8"))
         return f"{place[1]}{MORE[word](result)}\n{place[3]}"
 
@@ -37,7 +41,8 @@ def written(page: str, results: Path = RESULTS) -> str:
 def rows(result: Result) -> str:
     lines = ["| design | of what | gap, 95 % interval | bar | units | |", "|---|---|---|---|---|---|"]
     for one in result["rows"]:
-        cells = (one["design"], one["what"], interval(one), percent(one["margin"], sign=False), str(one["units"]))
+        bar = ("+-" if one.get("both_sides") else "") + percent(one["margin"], sign=False)
+        cells = (one["design"], one["what"], interval(one), bar, str(one["units"]))
         lines.append(f"| {' | '.join((*cells, verdict(one)))} |")
     return "\n".join(lines)
 

@@ -48,9 +48,9 @@ def prepare(home: Path) -> Config:
     return load_config_text(CONFIG.format(home=home, steps=STEPS), ())
 
 
-def words(cell: str) -> list[str]:
+def words(cell: str, recipe: str = "blockwise") -> list[str]:
     """What is in FP8 in a cell, as the configuration says it."""
-    return [f"fp8.{part}.recipe=blockwise" for name in _on(cell) for part in PARTS[name]]
+    return [f"fp8.{part}.recipe={recipe}" for name in _on(cell) for part in PARTS[name]]
 
 
 def _on(cell: str) -> tuple[str, ...]:

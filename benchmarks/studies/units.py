@@ -31,7 +31,7 @@ from octavo.config import Config, load_config_text, override, to_yaml
 from octavo.report.trial import exit_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
-UNITS, DONE, TRAINED = "units", "unit.json", "run"
+UNITS, DONE, TRAINED, HF = "units", "unit.json", "run", "hf"
 BARE = (
     "run.resume=never", "run.save_every=0", "run.log_every=1", "run.health_every=0", "run.gain_steps=0", "run.hf=false",
     "run.tensorboard=false", "run.trackers=[]", "run.threads=1", "run.save_states=true",
@@ -138,14 +138,20 @@ def _next(waiting: Sequence[Unit]) -> Unit | None:
     A checkpoint is there once the unit that it is of is done: one that was cut off is trained from its beginning.
     """
 
-    def there(path: Path) -> bool:  # UNIT/run/milestones/step_N
-        return path.exists() and (path.parents[2] / DONE).is_file()
+    def there(path: Path) -> bool:  # UNIT/run/milestones/step_N or UNIT/run/hf
+        unit = path.parent if path.name == HF else path.parents[1]
+        return path.exists() and (unit.parent / DONE).is_file()
 
     return next((unit for unit in waiting if all(map(there, _needs(unit.cfg)))), None)
 
 
 def _needs(cfg: Config | None) -> list[Path]:
-    return [] if cfg is None else [Path(path) for path in (cfg.run.fork, cfg.run.start_from) if path is not None]
+    """What another unit must have left: a checkpoint, or a model."""
+    if cfg is None:
+        return []
+    model = Path(cfg.model.path)
+    trained = model if model.parts[-2:] == (TRAINED, HF) else None
+    return [Path(path) for path in (cfg.run.fork, cfg.run.start_from, trained) if path is not None]
 
 
 def _settings(cfg: Config | None, plant: Sequence[object], task: Sequence[object]) -> dict[str, Any]:

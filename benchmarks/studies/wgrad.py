@@ -1,0 +1,97 @@
+"""blockwise_2d: does training change where x of wgrad has 128x128 blocks instead of 1x128?
+
+The recipe replaces that of blockwise if the 95 % interval of the difference of forks lies inside +-0.05 %, and no other
+study says otherwise: undecided means that blockwise stays as it is. Two designs, in eight seeds each:
+
+    forks     the texts and the decoder of the study pretraining. For every seed high precision trains 400 steps and
+              keeps the checkpoint after 200, from which blockwise and blockwise_2d go on with the same data to the end.
+              The second half of that counts, and held-out text at the end
+    tower     cell "both" of the study tower in both recipes: held-out loss, and questions lost
+
+Reduced: the cosine schedule of forks ends after 400 steps, not 600, they have one depth, and there are no whole
+trainings. Of tower the cells that have a part in high precision are left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pretraining
+import texts
+import tower
+from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, seed_of
+from unit import Outcome, Unit
+from units import bare
+
+OLD, NEW = "blockwise", "blockwise_2d"
+STEPS, DEPTH, SEEDS = 400, 200, 8
+SAME = 0.0005  # the bar of equality, as a share of the loss
+COMPARED = f"{NEW} compared with {OLD}"
+
+
+def units(home: Path) -> list[Unit]:
+    """Forks, seed by seed; then towers."""
+    text, digits = texts.prepare(home, STEPS), tower.prepare(home)
+    forks, towers = [], []
+    for seed in range(SEEDS):
+        name = f"high-seed-{seed}"
+        forks.append(Unit(name, bare(text, home, name, seed, f"run.milestones=[{DEPTH}]"), keeps=True))
+        begin = f"run.fork={pretraining.checkpoint(home, seed, DEPTH)}"
+        for recipe in (OLD, NEW):
+            name = f"fork-{recipe}-seed-{seed}"
+            forks.append(Unit(name, bare(text, home, name, seed, f"fp8.recipe={recipe}", begin), DEPTH))
+            name = f"both-{recipe}-seed-{seed}"
+            towers.append(Unit(name, bare(digits, home, name, seed, *tower.words("both", recipe))))
+    return forks + towers
+
+
+def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
+    middle, rows = (DEPTH + STEPS) // 2, []
+    learned, ended = f"forks after step {DEPTH}", f"forks, held-out at step {STEPS}"
+    pairs, lost = sides(outcomes, "fork", SEEDS)
+    gaps = [gap(*of, middle + 1, STEPS) for of in pairs]
+    rows.append(row(learned, COMPARED, gaps, SAME, lost, both_sides=True))
+    rows.append(row(ended, COMPARED, [held(*of) for of in pairs], SAME, lost, both_sides=True))
+    for recipe in (OLD, NEW):
+        forks, lost = pooled(outcomes, [f"fork-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
+        against = [(one, outcomes[beside_high(one.name)]) for one in forks]
+        gaps = [gap(*of, middle + 1, STEPS) for of in against]
+        rows.append(row(learned, f"{recipe} compared with high precision", gaps, pretraining.FORK, lost))
+    pairs, lost = sides(outcomes, "both", SEEDS)
+    rows.append(row("tower, held-out loss", COMPARED, [held(*of) for of in pairs], tower.LOSS, lost))
+    rows.append(row("tower, questions lost", COMPARED, [questions_lost(*of) for of in pairs], tower.ACCURACY, lost))
+    return {"rows": rows}
+
+
+def sides(outcomes: Outcomes, kind: str, seeds: int) -> tuple[list[tuple[Outcome, Outcome]], list[str]]:
+    """(blockwise_2d, blockwise) of each seed of which both are trained, and the sentences of those that failed."""
+
+    def old(name: str) -> str:
+        return f"{kind}-{OLD}-seed-{seed_of(name)}"
+
+    present, lost = pooled(outcomes, [f"{kind}-{NEW}-seed-{seed}" for seed in range(seeds)], old)
+    return [(one, outcomes[old(one.name)]) for one in present], lost
+
+
+def questions_lost(ours: Outcome, theirs: Outcome) -> float:
+    """The share of all held-out questions that ours answers wrong, less that of theirs."""
+    return theirs.held["own_right"] - ours.held["own_right"]
+
+
+DIFFERENCES = (
+    "study_pretraining.json: the gaps of rowwise, tensorwise and mxfp8 less that of blockwise in the same seed, forks "
+    "after step 200, root mean square of the three: {}"
+)
+EFFECTS = "study_tower.json: its effects average two differences and scatter by {} %, root mean square; times sqrt(2)"
+STUDY = Study(
+    "wgrad",
+    "Does training change where x of wgrad has 128x128 blocks (blockwise_2d) instead of 1x128 (blockwise)?",
+    (
+        Design("forks", SEEDS, 0.00017, DIFFERENCES.format("steps 301 to 400"), SAME, both_sides=True),
+        Design("forks, held-out", SEEDS, 0.00032, DIFFERENCES.format("held-out at step 600"), SAME, both_sides=True),
+        Design("tower, held-out loss", SEEDS, 0.3, EFFECTS.format(21), tower.LOSS),
+        Design("tower, questions lost", SEEDS, 0.0042, EFFECTS.format(0.29), tower.ACCURACY),
+    ),
+    units, judge,
+)  # fmt: skip
