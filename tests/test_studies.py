@@ -167,7 +167,7 @@ def test_the_studies_of_wgrad_compare_two_recipes_in_each_seed(tmp_path: Path) -
     outcome, units = _module("unit").Outcome, _module("units")
     worse = {"blockwise": 1.001, "blockwise_2d": 1.0012}
     digits.write(tmp_path / "digits")
-    for name, number in {"wgrad": 40, "lora": 7, "rl": 16}.items():
+    for name, number in {"wgrad": 48, "lora": 7, "rl": 16}.items():
         module = _module(name)
         (tmp_path / name).mkdir()
         (tmp_path / name / "digits").symlink_to(tmp_path / "digits")
@@ -178,7 +178,7 @@ def test_the_studies_of_wgrad_compare_two_recipes_in_each_seed(tmp_path: Path) -
         for unit in planned:
             recipe = next((of for of in ("blockwise_2d", "blockwise") if f"-{of}-" in unit.name), "")
             parts = unit.cfg.fp8.image_encoder if unit.name.startswith("both") else unit.cfg.fp8
-            assert parts.recipe == (recipe or "off")
+            assert parts.recipe == (recipe or "off") and bool(unit.plant) == ("one_cast" in unit.name)
             needs = units._needs(unit.cfg)
             assert not made.isdisjoint(path for need in needs for path in need.parents) or not needs
             assert bool(needs) == (not unit.keeps and not unit.name.startswith("both"))
@@ -304,7 +304,7 @@ def test_rounded_operands_are_the_arithmetic_of_the_recipe() -> None:
     model.model.layers[1].bias = None
     plain = results(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    operands.apply(model, "blockwise", "everything")
+    operands.apply(model, fp8.recipe("blockwise"), "everything")
     planted = results(model)
     with operands.off(model):
         assert all(torch.equal(one, other) for one, other in zip(results(model), plain, strict=True))
@@ -318,7 +318,7 @@ def test_rounded_operands_are_the_arithmetic_of_the_recipe() -> None:
     for single, what in zip(singles, ("weights", "activations", "gradients"), strict=True):
         single.model.layers[1].bias = None
         single.load_state_dict(state)
-        operands.apply(single, "blockwise", what)
+        operands.apply(single, fp8.recipe("blockwise"), what)
     y = [results(single)[0] for single in singles]
     assert torch.equal(y[2], plain[0]) and not torch.equal(y[0], plain[0]) and not torch.equal(y[1], plain[0])
 

@@ -139,6 +139,7 @@ def equal_units() -> Iterator[Unit]:
     yield Unit("equal-torchao", None, task=("smollm2_equal", "torchao", "tensorwise"))
     for what in ("weights", "activations"):
         yield Unit(f"equal-{what}", None, task=("smollm2_equal", "operands", "blockwise", what))
+    yield Unit("equal-one-cast", None, task=("smollm2_equal", "operands", "one cast", "everything"))
     yield Unit("equal-noise", None, task=("smollm2_equal", "noise", "blockwise"))
     for way, size in UPDATES.items():
         yield Unit(f"equal-{way}", None, task=("smollm2_equal", "update", "blockwise", size))

@@ -78,11 +78,12 @@ def convert_to_torchao(model: nn.Module, name: str) -> None:
 
 
 def operands(home: Path, name: str, what: str) -> Figures:
-    """Only weights, activations or gradients rounded, by the blocks of a recipe."""
+    """Only weights, activations or gradients rounded, by the blocks of a recipe ("one cast": of its x for fwd too)."""
     import smollm2_operands
 
     model = _model()
-    smollm2_operands.apply(model, name, what)
+    casts = smollm2_operands.one_cast() if name == "one cast" else fp8.recipe(name)
+    smollm2_operands.apply(model, casts, what)
     return _compare(home, model, AT_LEAST)
 
 

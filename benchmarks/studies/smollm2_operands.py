@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from octavo import fp8, train
+from octavo.fp8.arithmetic.recipe import Gemm
 
 #: what is rounded -> operands, as (GEMM, a or b)
 OPERANDS = {
@@ -29,11 +31,19 @@ ON = "_rounded_operands"
 
 def plant(run: train.Run, recipe: str, what: str) -> None:
     """Round these operands in the linear layers of all decoder layers; the output head stays as it is."""
-    apply(run.model, recipe, what)
+    apply(run.model, fp8.recipe(recipe), what)
 
 
-def apply(model: nn.Module, recipe: str, what: str) -> None:
-    chosen, casts = OPERANDS[what], fp8.recipe(recipe)
+def one_cast() -> fp8.Recipe:
+    """Return blockwise with one cast of x, in 128x128 blocks, for fwd and for wgrad. No recipe of Octavo has it: in fwd
+    it couples the tokens of a block, also of different sequences, and a server casts each token for itself."""
+    casts = fp8.recipe("blockwise_2d")
+    assert casts.fwd is not None and casts.wgrad is not None
+    return replace(casts, fwd=Gemm(casts.wgrad.b, casts.fwd.b))
+
+
+def apply(model: nn.Module, casts: fp8.Recipe, what: str) -> None:
+    chosen = OPERANDS[what]
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and ".layers." in name:
             module.__dict__[ON] = True

@@ -64,6 +64,20 @@ def test_levers_are_the_keys_of_the_preset_and_have_their_operators(result: dict
         assert wanted == calls[f"{recipe} fused"], recipe
 
 
+def test_no_fused_layer_is_slower_than_its_parts(result: dict[str, Any]) -> None:
+    """So that a plan needs no rule for it: if this fails, the plan must not fuse those layers."""
+    for recipe in step_model.RECIPES:
+        plain, fused = (step_model.block(name) for name in (recipe, f"{recipe} fused"))
+        parts = step_model.PARTS.values()
+        assert sum(p.generated - p.left for p in parts) == pytest.approx(
+            plain["generated"] - fused["generated"], abs=1.1
+        )
+        assert sum(p.cast for p in parts) == pytest.approx(plain["cast"] - fused["cast"], abs=0.5)
+    assert len(result["fusion"]) == 2 * len(step_model.RECIPES) * len(step_model.PARTS)
+    ties = 1.005  # rowwise writes results and casts them apart, as its parts do: with fast generated kernels, a tie
+    assert not [row for row in result["fusion"] if row["fused_us"] > row["parts_us"] * (ties if row["fast"] else 1)]
+
+
 def test_fraction_of_a_copy_falls_with_instructions() -> None:
     points = step_model.timed_kernels()
     offset, slope = step_model.fit_fraction()
