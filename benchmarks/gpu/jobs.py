@@ -77,7 +77,7 @@ def _speed(name: str, suite: str, seconds: float, apart: bool = False, **setting
 
 
 _RUN = "fused compiled chunked"
-_ALL = f"{_RUN} fp8 head fp8 moments"
+_PRESET = f"{_RUN} fp8 head gradients fp8 moments"
 
 #: the part `speed`, in the order in which it runs
 SPEED: tuple[Job, ...] = (
@@ -114,8 +114,8 @@ SPEED: tuple[Job, ...] = (
         candidates=[
             "{high} compiled",
             "{high} compiled chunked",
-            f"blockwise {_ALL}",
-            f"tensorwise {_ALL}",
+            f"blockwise {_PRESET}",
+            f"tensorwise {_PRESET}",
             "{high} compiled chunked fp8 moments",
             "{high} compiled again",
         ],

@@ -30,7 +30,9 @@ def session(*candidates: str, **settings: object) -> Bench:
 def test_candidates_have_one_name_and_a_baseline() -> None:
     full = parse("blockwise fused compiled chunked fp8 head fp8 moments again", "bf16")
     assert str(full) == "blockwise fused compiled chunked fp8 head fp8 moments again"
-    assert full.fp8_head and full.fp8_moments and full.again and not full.graph
+    preset = parse("blockwise fused compiled chunked fp8 head gradients fp8 moments", "bf16")
+    assert preset.fp8_head_gradients and not preset.fp8_head and preset.fp8_moments
+    assert full.fp8_head and not full.fp8_head_gradients and full.fp8_moments and full.again and not full.graph
     names = default_names(session())
     assert [str(parse(name, "fp32")) for name in names] == names and len(set(names)) == len(names)
     baselines = {
@@ -52,6 +54,8 @@ def test_candidates_have_one_name_and_a_baseline() -> None:
         ("blockwise compiledly", "in this order"),
         ("bf16 fused", "bf16 casts nothing"),
         ("blockwise fp8 head", "add `chunked`"),
+        ("blockwise fp8 head gradients", "add `chunked`"),
+        ("blockwise chunked fp8 head gradients fp8 head", "name one of both"),
         ("blockwise compiled graph", "a run does not capture them either"),
     ],
 )
@@ -76,7 +80,7 @@ def test_step_suite_runs_every_kind_of_candidate(monkeypatch: pytest.MonkeyPatch
     assert not result.absent and not result.cut
     steps, profiles = ([r for r in result.rows if bool(r.kernels) == profiled] for profiled in (False, True))
     assert [r.candidate for r in steps] == [r.candidate for r in profiles] == default_names(session())
-    assert len(steps) == 4 + 5 * 2 and all(r.kernels["gemm"] > 0 for r in profiles)
+    assert len(steps) == 4 + 6 * 2 and all(r.kernels["gemm"] > 0 for r in profiles)
     assert all(sum(r.kernels.values()) == pytest.approx(r.seconds) for r in profiles)
     head, *lines = record.columns_table(result)
     assert head[3:] == ("fp32 compiled", "fp32 compiled chunked", "fp32 compiled chunked fp8 moments")

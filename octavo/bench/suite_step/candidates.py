@@ -1,16 +1,19 @@
 """The candidates of ``step`` by name. A name says everything that a candidate does:
 
-    PRECISION [fused] [compiled] [chunked] [fp8 head] [fp8 moments] [graph] [again]
+    PRECISION [fused] [compiled] [chunked] [fp8 head gradients | fp8 head] [fp8 moments] [graph] [again]
 
     PRECISION    bf16 (fp32 on a CPU), or a recipe
     fused        norms and gated MLPs are fused with their casts
     compiled     torch.compile, block by block
     chunked      loss and attention of a run: the chunked loss (`train.logits`), and the kernel that `model.attention:
                  auto` chooses. Without it: a plain loss in checkpointed chunks, and the kernel that torch chooses
-    fp8 head     the head in this recipe too (`fp8.lm_head`); needs chunked
+    fp8 head gradients   dgrad and wgrad of the head in this recipe, its logits in high precision; needs chunked
+    fp8 head     the whole head in this recipe (`fp8.lm_head`); needs chunked
     fp8 moments  fp8.AdamW with moments in FP8; without it torch's fused AdamW in the precision of the weights
     graph        forward and backward in one CUDA graph
     again        a repetition, which shows by how much a figure drifts
+
+With fused, compiled, chunked, fp8 head gradients and fp8 moments a step does what a run with `preset: fast` does.
 
 The BF16 columns are `bf16 compiled`, `bf16 compiled chunked` and `bf16 compiled chunked fp8 moments`. A candidate that
 is chunked is compared with the second of them, which does everything that a run does except FP8; the others with the
@@ -34,6 +37,7 @@ class Candidate:
     fused: bool = False
     compiled: bool = False
     chunked: bool = False
+    fp8_head_gradients: bool = False
     fp8_head: bool = False
     fp8_moments: bool = False
     graph: bool = False
@@ -72,10 +76,13 @@ def parse(name: str, high: str) -> Candidate:
 
 
 def _why_impossible(candidate: Candidate, high: str) -> str | None:
-    if candidate.precision == high and (candidate.fused or candidate.fp8_head):
+    head = candidate.fp8_head or candidate.fp8_head_gradients
+    if candidate.precision == high and (candidate.fused or head):
         return f"{high} casts nothing; `fused` and `fp8 head` need a recipe"
-    if candidate.fp8_head and not candidate.chunked:
+    if head and not candidate.chunked:
         return "`fp8 head` is the head of a chunked loss; add `chunked`"
+    if candidate.fp8_head and candidate.fp8_head_gradients:
+        return "`fp8 head` has its gradients in FP8 too; name one of both"
     if candidate.compiled and candidate.graph:
         return "compiled blocks check their inputs on the host, so a run does not capture them either"
     return None
@@ -91,6 +98,7 @@ def default_names(bench: Bench) -> list[str]:
 def _iter_names(high: str, recipes: Sequence[str]) -> Iterator[str]:
     yield from (f"{high} compiled", f"{high} compiled chunked", f"{high} compiled chunked fp8 moments")
     for recipe in recipes:
+        yield f"{recipe} fused compiled chunked fp8 head gradients fp8 moments"
         yield f"{recipe} fused compiled chunked fp8 head fp8 moments"
         yield f"{recipe} fused compiled chunked"
         yield f"{recipe} compiled chunked"

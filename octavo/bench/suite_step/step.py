@@ -45,7 +45,9 @@ class Step:
         self.model = model = build_step_model(bench, layers)
         family = models.describe(model)
         if candidate.precision != bench.high:
-            head = {"lm_head": fp8.ComponentPolicy(recipe=candidate.precision)} if candidate.fp8_head else {}
+            fwd = "bf16" if candidate.fp8_head_gradients else None
+            in_fp8 = candidate.fp8_head or candidate.fp8_head_gradients
+            head = {"lm_head": fp8.ComponentPolicy(recipe=candidate.precision, fwd=fwd)} if in_fp8 else {}
             fuse = "on" if candidate.fused else "off"
             policy = fp8.Policy(recipe=candidate.precision, fuse=fuse, components=head)
             fp8.apply(model, fp8.plan(model, policy, family.components))
