@@ -225,6 +225,11 @@ def test_unsound_fork_fails_the_claim(cfg, tmp_path: Path) -> None:
     assert "skipped 2 of 40 steps" in claim_of(skipping).sentence
     other = [(a, replace(r, plan={"rows": r.plan["rows"][1:]}) if a.of and a.number else r) for a, r in records]
     assert "has a different plan from FP8 blockwise (1 layers, first model.visual" in claim_of(other).sentence
+    lines = [{"match": "model.layers.0", "recipe": "blockwise", "format": "e4m3"}]
+    for changed, differs in (({"blockwise e4m3": {"fwd": "x"}}, True), ({"rowwise e4m3": {}}, False), (None, False)):
+        plans = [{"layers": lines, "casts": {}}, {"layers": lines, **({} if changed is None else {"casts": changed})}]
+        casts = [(a, replace(r, plan=plans[bool(a.of and a.number)])) for a, r in records]
+        assert ("has a different plan" in claim_of(casts).sentence) is differs  # as by another version
     high = [(a, replace(r, proof={}) if a.of and a.number else r) for a, r in records]
     assert claim_of(high).status == FAIL and "nothing shows that FP8 ran" in claim_of(high).sentence
     broken = [(a, replace(r, failure="step 90: weights") if a.of and a.number else r) for a, r in records]

@@ -19,7 +19,7 @@ import torch
 
 from octavo.base.recipe_specs import COARSE_TO_FINE
 from octavo.fp8.adapting.deciding import HIGH, GemmCost, GemmState, Key, place_on_ladder
-from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe, recipe
+from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe
 from octavo.fp8.dense.gemms import select_layer_backends
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.planning.plan import Plan
@@ -46,13 +46,13 @@ def build_ladders(plan: Plan, named: Sequence[str] | None = None) -> dict[Key, t
         if row.recipe is None or row.recipe.delayed is not None or row.kind in OUTSIDE or has_codes:
             continue
         for gemm in _fp8_gemms(row):
-            word = row.recipe.gemm_precisions()[gemm]
+            word = plan.policy.casts.gemm_precisions(row.recipe)[gemm]
             first = row.recipe.name if word == "fp8" else word
             supported = []
             for other in finer_recipes(first, named):
                 key = (other, row.shape, row.kind, gemm)
                 if key not in known:
-                    known[key] = _has_backend(plan, row, recipe(other), gemm)
+                    known[key] = _has_backend(plan, row, plan.policy.casts.recipe(other), gemm)
                 supported += [other] if known[key] else []
             out[row.name, gemm] = (first, *supported, HIGH)
     return out
@@ -60,13 +60,13 @@ def build_ladders(plan: Plan, named: Sequence[str] | None = None) -> dict[Key, t
 
 def ladder_casts(plan: Plan, ladder: Mapping[Key, Sequence[str]]) -> dict[Key, list[Gemm]]:
     """Return the casts of each rung, without high precision."""
-    rows = {row.name: row for row in plan.rows}
+    rows, recipe_of = {row.name: row for row in plan.rows}, plan.policy.casts.recipe
     out: dict[Key, list[Gemm]] = {}
     for (layer, gemm), rungs in ladder.items():
         base = rows[layer].recipe
         first = None if base is None else base.gemm(gemm)
         assert first is not None
-        out[layer, gemm] = [first, *(g for word in rungs[1:-1] if (g := recipe(word).gemm(gemm)) is not None)]
+        out[layer, gemm] = [first, *(g for word in rungs[1:-1] if (g := recipe_of(word).gemm(gemm)) is not None)]
     return out
 
 
@@ -111,7 +111,9 @@ def _move_row(plan: Plan, row: PlanRow, states: Mapping[Key, GemmState]) -> Plan
     assert row.recipe is not None
     moves = {gemm: states[row.name, gemm] for gemm in GEMMS if (row.name, gemm) in states}
     words = {gemm: state.word for gemm, state in moves.items()}
-    changed: dict[str, Any] = {gemm: None if word == HIGH else recipe(word).gemm(gemm) for gemm, word in words.items()}
+    changed: dict[str, Any] = {
+        gemm: None if word == HIGH else plan.policy.casts.recipe(word).gemm(gemm) for gemm, word in words.items()
+    }
     mixed = replace(row.recipe, **changed)
     reasons = [
         f"adapt: {gemm} {'in high precision' if words[gemm] == HIGH else words[gemm]} since step {state.step} "

@@ -22,6 +22,7 @@ finds such a block. On other devices this check would synchronize, and the rules
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -39,6 +40,10 @@ _NAN_BITS = 0x7FC00000
 _ONE_BITS = 0x3F800000
 _FLOOR_BITS = 0x0D800000  # 2^-100
 _MANTISSA = 0x7FFFFF
+_BLOCK_NAMES = {(-1, -1): "tensor", (1, -1): "row", (-1, 1): "column"}
+_BLOCKS_BY_NAME = {name: block for block, name in _BLOCK_NAMES.items()}
+# Nine digits are enough for any tensor; int() of a long number in a damaged file would take seconds.
+_TEXT = re.compile(r"(\w+) (?:([a-z]+)|([0-9]{1,9}|all)x([0-9]{1,9}|all)) (\w+)", re.ASCII)
 
 
 class CastError(Fp8Error, ValueError):
@@ -79,9 +84,25 @@ class CastSpec:
         return FORMATS[self.format]
 
     def __str__(self) -> str:
-        named = {(-1, -1): "tensor", (1, -1): "row", (-1, 1): "column"}
-        block = named.get(self.block) or "x".join("all" if n == -1 else str(n) for n in self.block)
+        block = _BLOCK_NAMES.get(self.block) or "x".join("all" if n == -1 else str(n) for n in self.block)
         return f"{self.format} {block} {self.scale}"
+
+    @classmethod
+    def parse(cls, text: str) -> CastSpec:
+        """Return the cast from its ``str``, such as "e4m3 1x128 pow2" or "e5m2 tensor fp32". Raises CastError."""
+        parts = _TEXT.fullmatch(text)
+        if parts is None or (parts[2] is not None and parts[2] not in _BLOCKS_BY_NAME):
+            raise CastError(
+                f"{text!r} is not a cast; use FORMAT BLOCK SCALE, as in 'e4m3 1x128 pow2', where BLOCK is "
+                f"{', '.join(_BLOCKS_BY_NAME)} or ROWSxCOLUMNS (all: the whole side)."
+            )
+        format, name, rows, cols, scale = parts.groups()
+        block = _BLOCKS_BY_NAME[name] if name else (_parse_side(rows), _parse_side(cols))
+        return cls(format, block, scale)
+
+
+def _parse_side(text: str) -> int:
+    return -1 if text == "all" else int(text)
 
 
 class Quantized(NamedTuple):

@@ -12,17 +12,20 @@ GEMMs use the same cast of the same tensor, its codes are computed once.
 :data:`octavo.base.recipe_specs.SPECS` defines the recipes; ``docs/numerics.md`` explains them.
 
 A GEMM may use the casts of another recipe, in the format of that recipe: ``recipe("tensorwise", wgrad="blockwise")``.
+
+A :class:`CastTable` has the casts of all names, for plans that outlive a change of :data:`SPECS`.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from octavo.base import recipe_specs
 from octavo.base.recipe_specs import CURRENT_SCALING, FORMATS, SPECS
-from octavo.fp8.arithmetic.cast import CastSpec
+from octavo.fp8.arithmetic.cast import CastError, CastSpec
 from octavo.fp8.arithmetic.errors import Fp8Error
 
 RECIPES = recipe_specs.NAMES
@@ -182,7 +185,12 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
 
 @lru_cache(maxsize=1024)
 def _gemm_precisions(r: Recipe) -> dict[str, str]:
-    plain = recipe(r.name, r.format) if r.name in RECIPES else None
+    return find_precisions(r, recipe)
+
+
+def find_precisions(r: Recipe, recipe_of: Callable[..., Recipe]) -> dict[str, str]:
+    """Return the precision of each GEMM, as :meth:`Recipe.gemm_precisions` does, by the recipes of ``recipe_of``."""
+    plain = recipe_of(r.name, r.format) if r.name in RECIPES else None
     precisions = {}
     for gemm in GEMMS:
         casts = r.gemm(gemm)
@@ -191,7 +199,7 @@ def _gemm_precisions(r: Recipe) -> dict[str, str]:
         elif plain is None or plain.gemm(gemm) == casts:
             precisions[gemm] = "fp8"
         else:
-            precisions[gemm] = next((name for name in CURRENT_SCALING if recipe(name).gemm(gemm) == casts), "fp8")
+            precisions[gemm] = next((name for name in CURRENT_SCALING if recipe_of(name).gemm(gemm) == casts), "fp8")
     return precisions
 
 
@@ -201,3 +209,128 @@ def _unknown_recipe_message(name: object) -> str:
     near = difflib.get_close_matches(str(name), RECIPES, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"recipe {name!r} does not exist.{hint} There are: {', '.join(RECIPES)}."
+
+
+# --- the casts of a plan ----------------------------------------------------------------------------------------------
+
+_OPERANDS = {"fwd": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+
+
+@dataclass(frozen=True)
+class CastTable:
+    """The casts that the names of recipes have in a plan.
+
+    A later version may give a name other casts. Plans and runs must not change with it, so plan files and checkpoints
+    have the casts of all names, as they were when the plan was made::
+
+        "blockwise e4m3": {"fwd": "e4m3 1x128 pow2 @ e4m3 128x128 pow2", "dgrad": ..., "wgrad": ...}
+        "delayed hybrid": {"fwd": ..., "dgrad": ..., "wgrad": ..., "history": 16}
+
+    A GEMM has the casts of its operands a and b, as :class:`Gemm` does; ``history`` is the length of amax histories.
+    Which GEMMs are in high precision or use the casts of another recipe follows from the words of a layer, so that one
+    entry serves all of these combinations.
+
+    Args:
+        recipes: "NAME FORMAT" -> the recipe with FP8 in all GEMMs. Names that it lacks have the casts of this version.
+            The first entry of a name has its default format.
+    """
+
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+
+    def recipe(
+        self, name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = "fp8", wgrad: str = "fp8"
+    ) -> Recipe:
+        """Return the recipe as :func:`octavo.fp8.recipe` does, with the casts of this table. Raises RecipeError."""
+        default = next((r.format for r in self.recipes.values() if r.name == name), None)
+        current = recipe(name, format or default, fwd, dgrad, wgrad)
+        plain = self.recipes.get(f"{name} {current.format}")
+        gemms = {gemm: current.gemm(gemm) for gemm in GEMMS}
+        for gemm, word in zip(GEMMS, (fwd, dgrad, wgrad), strict=True):
+            if word in SPECS and word != name:
+                gemms[gemm] = self.recipe(word).gemm(gemm)
+            elif word != "bf16" and plain is not None:
+                gemms[gemm] = plain.gemm(gemm)
+        delayed = current.delayed if plain is None else plain.delayed
+        return Recipe(name, current.format, gemms["fwd"], gemms["dgrad"], gemms["wgrad"], delayed)
+
+    def gemm_precisions(self, r: Recipe) -> dict[str, str]:
+        """Return the precision of each GEMM by which :meth:`recipe` returns this recipe."""
+        return find_precisions(r, self.recipe)
+
+    def words(self, r: Recipe) -> tuple[str, ...]:
+        """Return the arguments with which :meth:`recipe` returns this recipe."""
+        return r.name, r.format, *self.gemm_precisions(r).values()
+
+    def describe_changes(self, later: CastTable, used: Iterable[tuple[str, ...]]) -> list[str]:
+        """Return a phrase for each recipe, given by its :meth:`words`, that has other casts in a ``later`` table."""
+        phrases: dict[str, None] = {}
+        for words in dict.fromkeys(used):
+            if changes := list(_differences(self.recipe(*words), later.recipe(*words))):
+                phrases[f"{words[0]} ({words[1]}): {', '.join(changes)}"] = None
+        return list(phrases)
+
+    def to_json(self) -> dict[str, dict[str, str | int]]:
+        """Return the casts of all recipes, also of names that only this version has."""
+        current = {f"{name} {form}": recipe(name, form) for name, spec in SPECS.items() for form in spec.formats}
+        # Entries of this table come first, so that its names keep their default formats.
+        return {key: _entry_to_json(r) for key, r in {**self.recipes, **current, **self.recipes}.items()}
+
+    @classmethod
+    def from_json(cls, table: object) -> CastTable:
+        """Return the table of :meth:`to_json`. Names of recipes that this version lacks are allowed: only a layer that
+        uses one is an error.
+
+        Raises RecipeError, with the key, for a damaged table.
+        """
+        if not isinstance(table, Mapping):
+            raise RecipeError(f"must map recipes to their casts, got {_short_repr(table)}")
+        return cls({key: _parse_entry(key, entry) for key, entry in table.items()})
+
+
+def _differences(before: Recipe, now: Recipe) -> Iterator[str]:
+    """Yield the operands whose casts differ, and a different amax history."""
+    for gemm, names in _OPERANDS.items():
+        old, new = before.gemm(gemm), now.gemm(gemm)
+        if old is None or new is None:
+            continue
+        for name, old_cast, new_cast in zip(names, (old.a, old.b), (new.a, new.b), strict=True):
+            if old_cast != new_cast:
+                yield f"{gemm} {name} {old_cast} (now {new_cast})"
+    if before.delayed != now.delayed:
+        lengths = [0 if r.delayed is None else r.delayed.length for r in (before, now)]
+        yield f"amax history of {lengths[0]} (now {lengths[1]})"
+
+
+def _entry_to_json(r: Recipe) -> dict[str, str | int]:
+    gemms = {name: gemm for name in GEMMS if (gemm := r.gemm(name)) is not None}
+    entry: dict[str, str | int] = {name: f"{gemm.a} @ {gemm.b}" for name, gemm in gemms.items()}
+    return entry if r.delayed is None else {**entry, "history": r.delayed.length}
+
+
+def _parse_entry(key: str, entry: object) -> Recipe:
+    name, _, form = key.rpartition(" ")
+    if not name or form not in FORMATS:
+        raise RecipeError(f"{key!r} is not a recipe and a format, such as 'blockwise {FORMATS[0]}'")
+    if not isinstance(entry, Mapping) or not set(GEMMS) <= entry.keys() <= {*GEMMS, "history"}:
+        keys = _short_repr(list(entry) if isinstance(entry, Mapping) else entry)
+        raise RecipeError(f"{key!r} must have {', '.join(GEMMS)} and, with delayed scaling, history; got {keys}")
+    try:
+        fwd, dgrad, wgrad = (_parse_gemm(gemm, entry[gemm]) for gemm in GEMMS)
+        return Recipe(name, form, fwd, dgrad, wgrad, Delayed(entry["history"]) if "history" in entry else None)
+    except RecipeError as error:
+        raise RecipeError(f"{key!r}: {error}") from None
+
+
+def _parse_gemm(gemm: str, text: object) -> Gemm:
+    parts = text.split(" @ ") if isinstance(text, str) else []
+    if len(parts) != 2:
+        raise RecipeError(f"{gemm} must have two casts, as in 'CAST @ CAST', got {_short_repr(text)}")
+    try:
+        return Gemm(CastSpec.parse(parts[0]), CastSpec.parse(parts[1]))
+    except CastError as error:
+        raise RecipeError(f"{gemm}: {error}") from None
+
+
+def _short_repr(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -114,7 +114,7 @@ def measure(
     pending: dict[Case, dict[Recipe, None]] = {}
     stock: dict[Case, nn.Module] = {}
     for row, decision, why_not in decided:
-        allowed = decision.allowed_recipes(policy.candidates) if why_not is None and row.name in cases else {}
+        allowed = decision.allowed_recipes(policy) if why_not is None and row.name in cases else {}
         if allowed:
             pending.setdefault(cases[row.name], {}).update(dict.fromkeys(allowed.values()))
             stock.setdefault(cases[row.name], modules[row.module])

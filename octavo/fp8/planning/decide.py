@@ -124,7 +124,7 @@ class _Chooser:
 
     def _allowed_recipes(self, decision: Decision) -> dict[str, Recipe]:
         if decision not in self._allowed:
-            self._allowed[decision] = decision.allowed_recipes(self.policy.candidates)
+            self._allowed[decision] = decision.allowed_recipes(self.policy)
         return self._allowed[decision]
 
     def _allowed_for_row(self, row: Row, decision: Decision) -> Mapping[str, Recipe]:

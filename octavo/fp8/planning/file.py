@@ -10,6 +10,10 @@ earlier ones, and layers that no line matches stay in high precision::
 the first and the last step of a line, or absent for all steps; ``backend`` is a name, a name for each GEMM, or absent
 to let the registry choose; ``why`` and ``ms`` are remarks.
 
+``casts`` has the casts of every recipe when the plan was made (:class:`~octavo.fp8.arithmetic.recipe.CastTable`), and
+the words of the lines, edited or not, have these casts: a later version, in which a recipe has other casts, loads the
+same plan and notes the difference. In files up to 0.5.0, which have no ``casts``, words have the casts of the version.
+
 ``fuse_blocks`` is ``fuse`` of the policy. ``activations`` (bf16 or fp8) and ``param`` (true or false) have the setting
 of the whole model under "" and the settings of components that differ. ``weight_codes`` is keep, recast or both.
 ``model`` and ``machine`` describe the model and the machine of the plan; :func:`load_plan` rejects other models and
@@ -31,10 +35,11 @@ from torch import nn
 from octavo.base import atomic_write
 from octavo.base.recipe_specs import FORMATS, NAMES, join_words
 from octavo.base.safe_read import printable
+from octavo.fp8.arithmetic.recipe import CastTable
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.decide import plan
-from octavo.fp8.planning.file_form import FORMAT, make_lines, parse_lines, read_document
-from octavo.fp8.planning.plan import Plan, Span
+from octavo.fp8.planning.file_form import FORMAT, make_lines, parse_casts, parse_lines, read_document
+from octavo.fp8.planning.plan import Plan, Schedule, Span
 from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
@@ -47,6 +52,7 @@ HELP = (
     "automatically. why and ms are remarks.",
     "steps: the first and the last step of a line, as in [1, 100]; omit it for all steps.",
     "match: a glob over dotted names; * matches within a segment, ** matches any number of segments.",
+    "casts are the casts of each recipe when this file was saved, and the lines use them, also in later versions.",
     "Use the file with fp8.plan: FILE in a configuration, or with fp8.load_plan(FILE, model).",
 )
 
@@ -54,7 +60,8 @@ HELP = (
 def document(plan: Plan, now: Plan | None = None, spans: Iterable[Span] = ()) -> dict[str, Any]:
     """Return the contents of a plan file as JSON types. ``now``: also include this plan's own JSON, as in plan.json of
     a run. ``spans`` of a schedule become lines with ``steps``."""
-    timed = [line for s in spans if s.plan is not plan for line in make_lines(s.plan.rows, plan.rows, s[:2])]
+    casts = plan.policy.casts
+    timed = [line for s in spans if s.plan is not plan for line in make_lines(s.plan.rows, casts, plan.rows, s[:2])]
     return {
         **({} if now is None else now.to_json()),
         "octavo_plan": FORMAT,
@@ -68,7 +75,8 @@ def document(plan: Plan, now: Plan | None = None, spans: Iterable[Span] = ()) ->
         "activations": _by_component(plan.policy, "activations"),
         "param": _by_component(plan.policy, "param"),
         "weight_codes": plan.policy.weight_codes,
-        "layers": [*make_lines(plan.rows), *timed],
+        "casts": casts.to_json(),
+        "layers": [*make_lines(plan.rows, casts), *timed],
     }
 
 
@@ -91,6 +99,9 @@ def save_plan(plan: Plan, path: str | Path, spans: Iterable[Span] = ()) -> Path:
         key: ",\n".join(f"    {json.dumps(line)}" for line in fields.pop(key)) for key in ("help", "model", "layers")
     }
     parts = {key: f"[\n{text}\n  ]" for key, text in lists.items()}
+    entries = ",\n".join(f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in fields.pop("casts").items())
+    parts["casts"] = f"{{\n{entries}\n  }}"
+    parts["layers"] = parts.pop("layers")  # last: the part to edit
     parts = {"help": parts.pop("help"), **{key: json.dumps(value) for key, value in fields.items()}, **parts}
     text = "{\n" + ",\n".join(f'  "{key}": {value}' for key, value in parts.items()) + "\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,10 +147,13 @@ def load_plan(
         planned = plan(model, policy, components, fields.get("tokens"), micro_steps=fields["micro_steps"])
     except PlanError as error:  # errors of lines already contain the path
         raise PlanError(str(error) if path.name in str(error) else f"{path}: {printable(error)}") from error
-    rows = (
+    rows = [
         replace(r, reason="not in the plan file") if r.reason == "the whole model: off" else r for r in planned.rows
-    )
+    ]
     changes = [*_notes_on_old_fusion(path.name, fields, planned)]
+    words = [policy.casts.words(r.recipe) for r in rows if r.recipe is not None]
+    if other_casts := policy.casts.describe_changes(CastTable(), words):
+        changes.append(f"{path.name} keeps the casts that it was saved with: {'; '.join(other_casts)}")
     changed = [d for d in saved.differences(current) if not d.startswith(("gpu", "capability"))]
     if is_other_gpu:
         changes.append(
@@ -152,6 +166,15 @@ def load_plan(
     return replace(planned, rows=tuple(rows), notes=(*planned.notes, *changes), changes=tuple(changes))
 
 
+def changed_casts(saved: Mapping[str, Any], schedule: Schedule) -> list[str]:
+    """Return a phrase for each recipe that a schedule uses with other casts than a saved plan (its :func:`document`)
+    does."""
+    names = {line["recipe"] for line in saved.get("layers", ())}
+    recipes = [row.recipe for planned in schedule.plans for row in planned.rows if row.recipe is not None]
+    before, now = CastTable.from_json(saved.get("casts") or {}), schedule.main.policy.casts
+    return before.describe_changes(now, [now.words(r) for r in recipes if r.name in names])
+
+
 def _read_policy(fields: Mapping[str, Any], path: Path, text: str, other_machine: bool, backend: str) -> Policy:
     """Return the policy of a file; with ``other_machine`` its backends are replaced by ``backend``."""
     activations, param = (dict(fields.get(setting) or {}) for setting in ("activations", "param"))
@@ -161,6 +184,7 @@ def _read_policy(fields: Mapping[str, Any], path: Path, text: str, other_machine
         fuse="on" if fields.get("fuse_blocks") else OFF,
         weight_codes=fields.get("weight_codes") or "keep",
         backend=backend,
+        casts=parse_casts(fields.get("casts"), path),
         activations=activations.pop("", "bf16"),
         param=param.pop("", False),
         components={

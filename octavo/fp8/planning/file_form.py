@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import safe_read
-from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, recipe
+from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, CastTable, RecipeError, recipe
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import ACTIVATIONS, AUTO, OFF, WEIGHT_CODES, PlanError, Rule
@@ -230,11 +230,25 @@ def _parse_line(item: Any, place: str, backends: bool) -> Line:
     return line
 
 
+def parse_casts(table: object, path: Path) -> CastTable:
+    """Return the casts of recipe names in a file, ``path``. Files up to version 0.5.0 have none: their names have the
+    casts of this version, which are the same. Raises PlanError for a damaged table."""
+    if table is None:
+        return CastTable()
+    try:
+        return CastTable.from_json(table)
+    except RecipeError as error:
+        raise PlanError(
+            f"{path}: 'casts' {safe_read.printable(error).removesuffix('.')}. Restore it; without 'casts' recipes have "
+            "the casts of this version."
+        ) from None
+
+
 def make_lines(
-    rows: Sequence[PlanRow], main_rows: Sequence[PlanRow] = (), steps: tuple[int, int] | None = None
+    rows: Sequence[PlanRow], casts: CastTable, main_rows: Sequence[PlanRow] = (), steps: tuple[int, int] | None = None
 ) -> list[dict[str, Any]]:
     """Return the lines of rows: one for repeated layers if a glob matches exactly these, else one per layer. With
-    ``main_rows`` only layers that differ from these rows, as lines for ``steps``."""
+    ``main_rows`` only layers that differ from these rows, as lines for ``steps``. ``casts`` defines the words."""
     listed = [r for r in rows if r.fp8 or r.automatic or r.kind in ("linear", "experts")]
     if main_rows:
         main = {r.name: r for r in main_rows}
@@ -243,23 +257,23 @@ def make_lines(
     names = [r.name for r in rows]
     groups: dict[str, dict[str, list[PlanRow]]] = {}
     for row in listed:
-        alike = json.dumps({k: v for k, v in _line_fields(row).items() if k not in ("why", "ms")})
+        alike = json.dumps({k: v for k, v in _line_fields(row, casts).items() if k not in ("why", "ms")})
         groups.setdefault(template(row.name), {}).setdefault(alike, []).append(row)
     out: list[dict[str, Any]] = []
     for glob, kinds in groups.items():
         members = [row for alike in kinds.values() for row in alike]
         if len(kinds) == 1 and sum(matches(glob, n) for n in names) == len(members):
-            out.append({"match": glob, **span, **_line_fields(members[0])})
+            out.append({"match": glob, **span, **_line_fields(members[0], casts)})
         else:
-            out += [{"match": row.name, **span, **_line_fields(row)} for row in members]
+            out += [{"match": row.name, **span, **_line_fields(row, casts)} for row in members]
     return out
 
 
-def _line_fields(row: PlanRow) -> dict[str, Any]:
+def _line_fields(row: PlanRow, casts: CastTable) -> dict[str, Any]:
     line: dict[str, Any] = {"recipe": OFF}
     if row.recipe is not None:
         line = {"recipe": row.recipe.name, "format": row.recipe.format}
-        line |= {gemm: word for gemm, word in row.recipe.gemm_precisions().items() if word != "fp8"}
+        line |= {gemm: word for gemm, word in casts.gemm_precisions(row.recipe).items() if word != "fp8"}
         used = {g: s.backend.name for g, s in row.selections.items()}
         line["backend"] = next(iter(used.values())) if len(set(used.values())) == 1 else used
     line["why"] = row.reason

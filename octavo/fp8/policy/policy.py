@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.base.recipe_specs import CANDIDATES, DEFAULT_RECIPE, FORMATS, SPECS
 from octavo.fp8.arithmetic.errors import Fp8Error
-from octavo.fp8.arithmetic.recipe import GEMMS, PRECISIONS, RECIPES, Recipe, RecipeError, recipe
+from octavo.fp8.arithmetic.recipe import GEMMS, PRECISIONS, RECIPES, CastTable, Recipe, RecipeError
 from octavo.fp8.kernels import registry
 from octavo.fp8.policy.globs import compile_glob
 
@@ -142,6 +142,7 @@ class Policy:
         candidates: the recipes that "auto" chooses from.
         fuse: "on" fuses gated MLPs, and norms with the FP8 layers after them, where possible; "off" fuses nothing.
             "auto" is accepted for version 0.4.0, which measured whether to run q, k and v as one GEMM, and means "off".
+        casts: the casts of recipe names, from a plan file; by default the casts of this version.
 
     Raises:
         PlanError: for unknown names and unsupported combinations.
@@ -161,6 +162,7 @@ class Policy:
     fuse: str = OFF
     weight_codes: str = "keep"
     param: bool = False
+    casts: CastTable = field(default=CastTable(), repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.components, Mapping):
@@ -267,7 +269,7 @@ class Policy:
         return any(name == AUTO for _, name in self._recipes())
 
     def to_json(self) -> dict[str, object]:
-        plain = [f.name for f in fields(self) if f.name not in ("components", "rules", "candidates")]
+        plain = [f.name for f in fields(self) if f.name not in ("components", "rules", "candidates", "casts")]
         return {
             **{name: getattr(self, name) for name in plain},
             **({"candidates": list(self.candidates)} if self.requests_auto else {}),
@@ -306,14 +308,14 @@ class Decision:
         """True if the layer stays in high precision because nothing requests FP8 for it."""
         return self.source == _HEAD_KEPT_HIGH or self.source.startswith(_KEPT_HIGH)
 
-    def allowed_recipes(self, candidates: tuple[str, ...] = CANDIDATES) -> dict[str, Recipe]:
-        """Return the allowed recipes by name: none if off; for auto the ``candidates`` that are compatible with the
-        other settings; else one. Raises PlanError if no recipe is compatible."""
+    def allowed_recipes(self, policy: Policy) -> dict[str, Recipe]:
+        """Return the allowed recipes by name: none if off; for auto the policy's candidates that are compatible with
+        the other settings; else one. Raises PlanError if no recipe is compatible."""
         out: dict[str, Recipe] = {}
         errors: list[str] = []
-        for name in candidates if self.recipe == AUTO else () if self.recipe == OFF else (self.recipe,):
+        for name in policy.candidates if self.recipe == AUTO else () if self.recipe == OFF else (self.recipe,):
             try:
-                out[name] = recipe(name, self.format, self.fwd, self.dgrad, self.wgrad)
+                out[name] = policy.casts.recipe(name, self.format, self.fwd, self.dgrad, self.wgrad)
             except RecipeError as error:
                 errors.append(str(error))
         if errors and not out:
@@ -358,7 +360,9 @@ def _parse_level(kind: Any, value: Any, where: str) -> Any:
 
 def _short_repr(level: Policy | ComponentPolicy | Rule) -> str:
     """Return the constructor call, without settings that have their default."""
-    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(level)}
+    defaults = {
+        f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(level) if f.repr
+    }
     settings = {name: getattr(level, name) for name in defaults}
     shown = [f"{name}={value!r}" for name, value in settings.items() if value != defaults[name]]
     return f"{type(level).__name__}({', '.join(shown)})"

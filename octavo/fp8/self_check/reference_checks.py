@@ -223,7 +223,7 @@ def _check_norm_or_swiglu(
         y, _, *codes = backend.rmsnorm_quantize(a, b[0], 1e-6, row, col)
         only = backend.rmsnorm_codes(a, b[0], 1e-6, row, col)[1:]
         exact, rstd, *_ = reference.rmsnorm_quantize(first, second[0], 1e-6, None, None)
-        mismatch = _check_norm_backward(backend, (second, first, second[0], rstd), device)
+        mismatch = _check_norm_backward(backend, second, first, second[0], rstd, device)
         if mismatch is not None:
             return mismatch
         exact = exact.float()
@@ -244,10 +244,13 @@ def _check_norm_or_swiglu(
     return None
 
 
-def _check_norm_backward(backend: Backend, values: tuple[Tensor, ...], device: torch.device) -> Mismatch | None:
-    """Check dx and dw from dy, x, the weight and rstd."""
-    gradients = backend.rmsnorm_backward(*(value.to(device) for value in values), True, True)
-    exact = get("reference").rmsnorm_backward(*values, True, True)
+def _check_norm_backward(
+    backend: Backend, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, device: torch.device
+) -> Mismatch | None:
+    """Check dx and dw."""
+    on_device = (dy.to(device), x.to(device), weight.to(device), rstd.to(device))
+    gradients = backend.rmsnorm_backward(*on_device, True, True)
+    exact = get("reference").rmsnorm_backward(dy, x, weight, rstd, True, True)
     for name, actual, expected in zip(("dx", "dw"), gradients, exact, strict=True):
         assert actual is not None and expected is not None
         wide = expected.float()

@@ -46,7 +46,7 @@ _PLAN_ROW = {
 }  # fmt: skip
 _SCHEMAS: dict[str, Any] = {
     "result.json": {"eval": _EVAL, "status": TEXT},
-    "plan.json": {"rows": [_PLAN_ROW], "notes": [TEXT]},
+    "plan.json": {"rows": [_PLAN_ROW], "notes": [TEXT], "casts": {}},
     "proof.json": {
         "share": FINITE,
         "shares": {...: FINITE},

@@ -229,7 +229,7 @@ def why_not_comparable(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) ->
     Reasons: a run failed, skipped steps, did not run FP8 where planned, or has a different plan (if an earlier version
     began the trial).
     """
-    plan = _planned_layers(sides.fp8[1])
+    reference = sides.fp8[1]
     for run, record in others:
         if record.failure:
             return f"{run.label}: {record.failure}"
@@ -238,7 +238,7 @@ def why_not_comparable(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) ->
             return f"{run.label} skipped {len(record.skipped)} of {steps} steps, whose loss or gradient was not finite"
         if run.of and (check := check_gemms(run.label, record.proof)).status == FAIL:
             return f"{run.label}: {check.sentence}"
-        if run.of and (different := {name for name, _ in plan ^ _planned_layers(record)}):
+        if run.of and (different := _different_layers(reference, record)):
             return (
                 f"{run.label} has a different plan from {sides.fp8[0].label} ({len(different)} layers, first "
                 f"{min(different)}); --fresh trains all runs again"
@@ -246,10 +246,23 @@ def why_not_comparable(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) ->
     return ""
 
 
-def _planned_layers(record: RunRecord) -> set[tuple[str, str]]:
+def _different_layers(reference: RunRecord, record: RunRecord) -> set[str]:
+    """Return the layers that have other recipes, or other casts, in two runs. Casts are compared if both plans have
+    them; plans up to version 0.5.0 do not."""
+    with_casts = all("casts" in each.plan for each in (reference, record))
+    plans = [_planned_layers(each, with_casts) for each in (reference, record)]
+    return {name for name, _ in plans[0] ^ plans[1]}
+
+
+def _planned_layers(record: RunRecord, with_casts: bool) -> set[tuple[str, str]]:
     """Return the initial plan of a run by layer, without changes by `fp8.adapt`, which depend on the seed."""
     if lines := record.plan.get("layers"):
-        return {(str(line.get("match")), f"{line.get('recipe')} {line.get('steps')}") for line in lines}
+        casts = record.plan["casts"] if with_casts else {}
+        words = [f"{line.get('recipe')} {line.get('format')}" for line in lines]
+        return {
+            (str(line.get("match")), f"{line.get('recipe')} {line.get('steps')} {casts.get(word)}")
+            for line, word in zip(lines, words, strict=True)
+        }
     return {(row["name"], str((row.get("recipe") or {}).get("name"))) for row in record.plan.get("rows", ())}
 
 

@@ -248,8 +248,13 @@ def _key(stepper: Stepper, plan: Path) -> dict[str, str]:
     cfg, world = stepper.cfg, stepper.world
     run = world.run_on_main(lambda: _digest([run_dir.settings(cfg), input_fingerprints.fingerprints(cfg)]))
     weights = world.gather_objects(_digest(dict(weight_sums(stepper.model))))
-    rows = world.run_on_main(lambda: _digest((run_dir.read_json(plan) or {}).get("rows")))
-    return {"run": run, "first": _digest([weights, rows])}
+    return {"run": run, "first": _digest([weights, world.run_on_main(lambda: _digest_plan(plan))])}
+
+
+def _digest_plan(file: Path) -> str:
+    """Return a digest of the recipes in a plan.json, and of the casts that their names have there."""
+    plan = run_dir.read_json(file) or {}
+    return _digest([plan.get("rows"), plan.get("casts")])
 
 
 def _digest(value: Any) -> str:

@@ -32,7 +32,7 @@ from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.rows_from_config import prepare_datasets
-from octavo.fp8.planning import Schedule
+from octavo.fp8.planning import Schedule, changed_casts
 from octavo.models.folder.folder import check_companions
 from octavo.models.structure.fp8_twin import describe_twin
 from octavo.train.forward import attention_kernel, routing
@@ -185,6 +185,9 @@ def _plan_run(
     precision_schedule = PrecisionSchedule.from_counters(cfg, schedule, {} if start.forked else counters)
     plan = precision_schedule.plan_at(max(1, start.step))  # in effect at the last completed step
     _note_image_backend(counters, processor, log)
+    # A fork is a new run: its configuration names its recipes, with the casts of this version.
+    if start.forked and (changes := changed_casts(counters.get("plan") or {}, schedule)):
+        log(f"note: recipes of this fork have other casts than the run that it continues: {'; '.join(changes)}")
     kernels = attention_kernel.decide(cfg, world, counters.get("attention"))
     notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
     # A collective, so that no rank continues before the file is written: each quantizes a reference model

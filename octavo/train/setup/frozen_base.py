@@ -118,12 +118,15 @@ def quantize_frozen_weights(model: nn.Module, plan: fp8.Plan) -> None:
     for row in plan.rows:
         if row.recipe is None or row.recipe.name not in kinds or row.kind not in ("linear", "experts"):
             continue
+        spec = FROZEN[kinds[row.recipe.name]]
+        if row.recipe.fwd is not None and row.recipe.fwd.b != spec:
+            continue  # the plan has other casts under this name: the layer casts the weight at each use
         path, _, name = (row.name if row.kind == "experts" else f"{row.name}.weight").rpartition(".")
         module = model.get_submodule(path)
         weight = module._parameters[name]
         assert weight is not None
         turned = weight.dim() == 3 and bool(getattr(module, "is_transposed", False))
-        module._parameters[name] = fp8.freeze_weight(weight, FROZEN[kinds[row.recipe.name]], transposed=turned)
+        module._parameters[name] = fp8.freeze_weight(weight, spec, transposed=turned)
 
 
 def keeps_codes(cfg: Config) -> bool:

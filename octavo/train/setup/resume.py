@@ -60,12 +60,15 @@ def write_plan(
     """Write the run's plan.json, unless the run resumes with a complete plan.json in its directory.
 
     A plan from a checkpoint is incomplete, because a checkpoint keeps less than `write_plan` writes. A plan of version
-    0.4.0 in which several layers run as one GEMM is rewritten, because they now run separate GEMMs.
+    0.4.0 in which several layers run as one GEMM is rewritten, because they now run separate GEMMs. A plan up to 0.5.0
+    gets the casts of its recipes, which it has continued with: a later version may have others.
     """
     file = directory / run_dir.PLAN
     written = (run_dir.read_json(file) or {}) if saved == file.resolve() else {}
     if "rows" not in written or compat.has_sibling_gemms(written):
         run_dir.write_plan(directory, family, plans, plan, notes, prediction)
+    elif "casts" not in written:
+        run_dir.write_json(file, {**written, "casts": plan.policy.casts.to_json()})
 
 
 def resume(

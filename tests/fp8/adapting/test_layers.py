@@ -23,6 +23,7 @@ from octavo.fp8.adapting import (
 )
 from octavo.fp8.observe import recorder
 from octavo.fp8.proof import Proof
+from tests.fp8.changed_recipe import change_recipe
 
 
 class Net(nn.Module):
@@ -109,6 +110,19 @@ def test_plan_with_moves_has_recipes_and_reasons() -> None:
     )
     assert high.rows[0].recipe is None and high.share == pytest.approx(0.5)
     assert apply_moves(plan, build_ladders(plan), {}) is plan
+
+
+def test_moves_have_the_casts_of_a_loaded_plan(tmp_path, monkeypatch) -> None:
+    """A checkpoint has the names of the moves, and its plan the casts of these names."""
+    plan, model = fp8.plan(Net(), "tensorwise"), Net()
+    places = {("up", "wgrad"): GemmState(2, "blockwise")}
+    moved, tried = apply_moves(plan, build_ladders(plan), places), casts_to_try(plan, build_ladders(plan), places)
+    path = fp8.save_plan(plan, tmp_path / "plan.json")
+    change_recipe(monkeypatch)
+    loaded = fp8.load_plan(path, model)
+    again = apply_moves(loaded, build_ladders(loaded), places)
+    assert [row.recipe for row in again.rows] == [row.recipe for row in moved.rows]
+    assert casts_to_try(loaded, build_ladders(loaded), places) == tried
 
 
 def test_switched_layer_equals_newly_converted_layer(tmp_path) -> None:

@@ -340,6 +340,29 @@ def test_invalid_specs_are_rejected(arguments: tuple, message: str) -> None:
         CastSpec(*arguments)
 
 
+@pytest.mark.parametrize("block", [(1, 128), (-1, -1), (1, -1), (-1, 1), (-1, 4), (128, 128)])
+def test_spec_is_parsed_from_its_str(block: tuple[int, int]) -> None:
+    spec = CastSpec("e5m2", block, "fp32")
+    assert CastSpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("e4m3 1x128", "is not a cast; use FORMAT BLOCK SCALE"),
+        ("e4m3 rows pow2", "is not a cast; .* where BLOCK is tensor, row, column or ROWSxCOLUMNS"),
+        ("e4m3 1x128 pow2 ", "is not a cast"),
+        ("e4m3 1x" + "9" * 5000 + " pow2", "is not a cast"),
+        ("e4m3 0x128 pow2", "has a side below 1"),
+        ("e4m4 1x128 pow2", "format='e4m4' is not an FP8 format"),
+        ("e4m3 1x128 pow3", "scale='pow3' is not a kind of scale"),
+    ],
+)
+def test_text_that_is_no_spec_is_rejected(text: str, message: str) -> None:
+    with pytest.raises(CastError, match=message):
+        CastSpec.parse(text)
+
+
 def test_spec_is_value_with_readable_str() -> None:
     assert str(CastSpec()) == "e4m3 1x128 pow2"
     assert str(CastSpec("e5m2", (-1, -1), "fp32")) == "e5m2 tensor fp32"

@@ -12,6 +12,7 @@ from octavo import fp8
 from octavo.base import recipe_specs
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning import document
+from tests.fp8.changed_recipe import change_recipe
 from tests.fp8.planning.layers import Block, Custom
 
 
@@ -369,3 +370,53 @@ def test_missing_siblings_of_0_4_0_are_ignored(saved):
         assert len(ignored) == count and "'nowhere.**'" in ignored[0]
         ran = [n for n in notes if "as one GEMM" in n]
         assert len(ran) == count - 1 and all("ran up_proj down_proj of layers.* as one GEMM" in n for n in ran)
+
+
+def test_plan_keeps_its_casts_if_a_later_version_changes_them(tmp_path, monkeypatch):
+    rules = [{"match": "layers.0.**", "wgrad": "bf16"}, {"match": "layers.1.**", "recipe": "rowwise", "steps": [1, 2]}]
+    policy = fp8.Policy("blockwise", rules=rules)
+    plan = fp8.plan(Net(), policy)
+    path = fp8.save_plan(plan, tmp_path / "plan.json", fp8.schedule(Net(), plan, 4).spans)
+    written = path.read_text()
+    change_recipe(monkeypatch)
+    assert fp8.plan(Net(), policy) != plan, "a new plan has the casts of this version"
+    loaded = fp8.load_plan(path, Net())
+    assert fates(loaded) == fates(plan) and fates(fp8.schedule(Net(), loaded, 4).at(1)) != fates(plan)
+    assert loaded.changes == (
+        "plan.json keeps the casts that it was saved with: blockwise (e4m3): wgrad x e4m3 128x1 pow2 (now e4m3 "
+        "128x128 pow2)",
+    )
+    assert "CastTable" not in repr(loaded.policy) and "casts" not in loaded.policy.to_json()
+    fp8.save_plan(loaded, path, fp8.schedule(Net(), loaded, 4).spans)
+    assert json.loads(path.read_text())["casts"] == json.loads(written)["casts"]
+    assert fates(fp8.load_plan(path, Net())) == fates(plan)
+
+
+def test_edited_words_have_the_casts_of_the_file(tmp_path, monkeypatch):
+    before = {r.name: r.recipe for r in fp8.plan(Net(), "blockwise").rows}
+    path = fp8.save_plan(fp8.plan(Net(), fp8.Policy("rowwise")), tmp_path / "plan.json")
+    path.write_text(path.read_text().replace('"recipe": "rowwise"', '"recipe": "blockwise"'))
+    change_recipe(monkeypatch)
+    assert {r.name: r.recipe for r in fp8.load_plan(path, Net()).rows} == before
+
+
+def test_file_without_casts_has_those_of_this_version(saved):
+    plan, path = saved
+    found = json.loads(path.read_text())
+    del found["casts"]
+    path.write_text(json.dumps(found))
+    assert fates(fp8.load_plan(path, Net())) == fates(plan)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"fwd": "e4m3 row pow2 @', '"fwd": "e4m3 rows pow2 @', "'rowwise e4m3': fwd: 'e4m3 rows pow2' is not a cast"),
+        ('"rowwise e4m3"', '"rowwise"', "'rowwise' is not a recipe and a format"),
+    ],
+)
+def test_damaged_casts_are_reported_with_file_and_key(saved, old, new, message):
+    _, path = saved
+    edit(path, old, new)
+    with pytest.raises(fp8.PlanError, match=f"plan.json: 'casts' {message}(.|\n)*Restore it; without 'casts' recipes"):
+        fp8.load_plan(path, Net())
