@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -26,7 +25,7 @@ _HINTS = {
     "regs_per_multiprocessor": 2**16,
     "max_threads_per_multi_processor": 2048,
 }
-_DEVICE: dict[str, Any] = {**_HINTS, "minor": 0, "name": "NVIDIA H200", "gcnArchName": ""}
+_DEVICE: dict[str, int | str] = {**_HINTS, "minor": 0, "name": "NVIDIA H200", "gcnArchName": ""}
 
 
 @contextmanager
@@ -50,7 +49,7 @@ def h200() -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.Mock(return_value=answer)))
-        hints = DeviceProperties(type="cuda", index=0, cc=10 * _DEVICE["major"] + _DEVICE["minor"], **_HINTS)
+        hints = DeviceProperties(type="cuda", index=0, cc=90, **_HINTS)
         stack.enter_context(mock.patch.object(DeviceProperties, "create", mock.Mock(return_value=hints)))
         stack.enter_context(mock.patch.object(scheduler, "has_triton", mock.Mock(return_value=True)))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", mock.Mock()))
@@ -58,7 +57,7 @@ def h200() -> Iterator[None]:
         yield
 
 
-def move_to_gpu(module: torch.fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+def move_to_gpu(module: torch.fx.GraphModule, inputs: Sequence[object], mode: FakeTensorMode) -> list[object]:
     """Give a graph, which is changed, the device of an H200, and return its inputs as fake tensors of that device.
     Call it within :func:`h200`."""
     from torch._inductor.compile_fx import fake_tensor_prop

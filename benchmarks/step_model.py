@@ -102,7 +102,7 @@ class Parts(NamedTuple):
     left: float = 0.0
 
 
-#: without and with fusion; the differences add up to those of the stored blocks
+#: without and with fusion; the differences add up to the differences of the stored blocks
 PARTS = {
     "norms with residual sums, both ways": Parts(24.04, 4, "rmsnorm", 18.06),
     "MLP, forward": Parts(9, 6, "gated_mlp"),

@@ -12,7 +12,6 @@ train 200 steps as in the example.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from study import Design, Outcomes, Study, beside_high, held, pooled, row
 from tower import ACCURACY, LOSS
@@ -52,7 +51,7 @@ def units(home: Path) -> list[Unit]:
     return planned
 
 
-def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
+def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
     pairs, lost = sides(outcomes, "lora", SEEDS)
     rows = [
         row(STEPS_THAT_DIFFER, COMPARED, [unequal(*of) for of in pairs], SAME, lost, both_sides=True),
@@ -60,22 +59,23 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
         row("questions lost", COMPARED, [questions_lost(*of) for of in pairs], ACCURACY, lost, both_sides=True),
     ]
     for recipe in (OLD, NEW):
-        ours, lost = pooled(outcomes, [f"lora-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
-        against = [(one, outcomes[beside_high(one.name)]) for one in ours]
+        new, lost = pooled(outcomes, [f"lora-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
+        against = [(one, outcomes[beside_high(one.name)]) for one in new]
         what = f"{recipe} compared with high precision"
         rows.append(row("held-out loss", what, [held(*of) for of in against], LOSS, lost))
         rows.append(row("questions lost", what, [questions_lost(*of) for of in against], ACCURACY, lost))
     return {"rows": rows}
 
 
-def unequal(ours: Outcome, theirs: Outcome) -> float:
+def unequal(new: Outcome, old: Outcome) -> float:
     """The share of steps whose losses are not the same bit for bit."""
-    return sum(a != b for a, b in zip(ours.losses, theirs.losses, strict=True)) / len(ours.losses)
+    return sum(a != b for a, b in zip(new.losses, old.losses, strict=True)) / len(new.losses)
 
 
 STUDY = Study(
     "lora",
     "Does blockwise_2d train adapters on a frozen FP8 base exactly as blockwise does?",
     (Design(STEPS_THAT_DIFFER, SEEDS, 0.0, "a frozen base has no wgrad", SAME, both_sides=True),),
-    units, judge,
-)  # fmt: skip
+    units,
+    judge,
+)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from study import Design, Outcomes, Study, beside_high, pooled, row
 from tower import ACCURACY
@@ -20,6 +19,7 @@ from unit import Outcome, Unit
 from units import HF, ROOT, TRAINED, UNITS, bare
 from wgrad import COMPARED, NEW, OLD, questions_lost, sides
 
+from octavo import train
 from octavo.config import load_config
 from octavo.data.builtin import digits
 from octavo.models.tiny import tiny
@@ -57,7 +57,7 @@ def units(home: Path) -> list[Unit]:
     return planned
 
 
-def rewards(run: Any) -> dict[str, Any]:
+def rewards(run: train.Run) -> dict[str, object]:
     """The mean reward of each step, from 0 to 1."""
     rows = (Path(run.cfg.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return {"rewards": [row["reward"] for row in map(json.loads, rows) if "reward" in row]}
@@ -69,17 +69,17 @@ def reward(one: Outcome) -> float:
     return float(sum(last) / len(last))
 
 
-def reward_lost(ours: Outcome, theirs: Outcome) -> float:
-    return reward(theirs) - reward(ours)
+def reward_lost(new: Outcome, old: Outcome) -> float:
+    return reward(old) - reward(new)
 
 
-def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
+def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
     rows = []
     pairs, lost = sides(outcomes, "rl", SEEDS)
     compared = [(COMPARED, pairs, lost)]
     for recipe in (OLD, NEW):
-        ours, lost = pooled(outcomes, [f"rl-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
-        against = [(one, outcomes[beside_high(one.name)]) for one in ours]
+        new, lost = pooled(outcomes, [f"rl-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
+        against = [(one, outcomes[beside_high(one.name)]) for one in new]
         compared.append((f"{recipe} compared with high precision", against, lost))
     for what, against, lost in compared:
         rows.append(row("reward lost", what, [reward_lost(*of) for of in against], ACCURACY, lost))
@@ -95,5 +95,6 @@ STUDY = Study(
         Design("reward lost", SEEDS, 0.0044, TRIAL.format("the reward gap of the last third"), ACCURACY),
         Design("questions lost", SEEDS, 0.0095, TRIAL.format("held-out accuracy by seed"), ACCURACY),
     ),
-    units, judge,
-)  # fmt: skip
+    units,
+    judge,
+)

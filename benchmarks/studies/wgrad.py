@@ -1,6 +1,6 @@
 """blockwise_2d: does training change where x of wgrad has 128x128 blocks instead of 1x128?
 
-The recipe replaces that of blockwise if the 95 % interval of the difference of forks lies inside +-0.05 %, and no other
+The recipe replaces blockwise if the 95 % interval of the difference of forks is inside +-0.05 %, and no other
 study says otherwise: undecided means that blockwise stays as it is. Two designs, in eight seeds each:
 
     forks     the texts and the decoder of the study pretraining. For every seed high precision trains 400 steps and
@@ -18,7 +18,6 @@ trainings. Of tower the cells that have a part in high precision are left out.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pretraining
 import texts
@@ -60,7 +59,7 @@ def plant_one_cast(run: train.Run) -> None:
     apply(run.model, one_cast(), "everything")
 
 
-def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
+def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
     middle, rows = (DEPTH + STEPS) // 2, []
     learned, ended = f"forks after step {DEPTH}", f"forks, held-out at step {STEPS}"
     for new, what in ((NEW, COMPARED), (ONE, f"one cast of x in 128x128 compared with {OLD}")):
@@ -90,13 +89,13 @@ def sides(outcomes: Outcomes, kind: str, seeds: int, new: str = NEW) -> tuple[li
     return [(one, outcomes[old(one.name)]) for one in present], lost
 
 
-def questions_lost(ours: Outcome, theirs: Outcome) -> float:
-    """The share of all held-out questions that ours answers wrong, less that of theirs."""
-    return theirs.held["own_right"] - ours.held["own_right"]
+def questions_lost(new: Outcome, old: Outcome) -> float:
+    """The share of held-out questions that the new side answers wrong, less the share of the old side."""
+    return old.held["own_right"] - new.held["own_right"]
 
 
 DIFFERENCES = (
-    "study_pretraining.json: the gaps of rowwise, tensorwise and mxfp8 less that of blockwise in the same seed, forks "
+    "study_pretraining.json: the gaps of rowwise, tensorwise and mxfp8 less the gap of blockwise in a seed, forks "
     "after step 200, root mean square of the three: {}"
 )
 EFFECTS = "study_tower.json: its effects average two differences and scatter by {} %, root mean square; times sqrt(2)"
@@ -109,5 +108,6 @@ STUDY = Study(
         Design("tower, held-out loss", SEEDS, 0.3, EFFECTS.format(21), tower.LOSS),
         Design("tower, questions lost", SEEDS, 0.0042, EFFECTS.format(0.29), tower.ACCURACY),
     ),
-    units, judge,
-)  # fmt: skip
+    units,
+    judge,
+)

@@ -55,34 +55,48 @@ def _parse_fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, l
 
 
 def _rmsnorm(
-    x: Tensor, weight: Tensor, given: Tensor | None, eps: float, row: str, col: str, first: str, out: torch.dtype,
+    x: Tensor,
+    weight: Tensor,
+    known_rstd: Tensor | None,
+    eps: float,
+    row: str,
+    col: str,
+    first: str,
+    out: torch.dtype,
     low: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the carrier of y [M, K] in ``out``, rstd [M] in fp32 (nothing if it is given), and the codes of y in
+) -> tuple[Tensor, ...]:
+    """Return the carrier of y [M, K] in ``out``, rstd [M] in fp32 (nothing if it is known), and the codes of y in
     ``low``. The backend of the cast ``first`` is preferred, also if no codes are requested."""
     backend, _ = _parse_fused("rmsnorm", x.device, first)
     specs = [parse_operand(text)[1] if text else None for text in (row, col)]
-    rstd, *codes = backend.rmsnorm_codes(x, weight, eps, specs[0], specs[1], out, low, given)
-    if given is not None:
-        rstd = given.new_empty(0)  # an operator must not return what it was given
+    rstd, *codes = backend.rmsnorm_codes(x, weight, eps, specs[0], specs[1], out, low, known_rstd)
+    if known_rstd is not None:
+        rstd = known_rstd.new_empty(0)  # an operator must not return its argument
     # One element, -0, which added to values changes no bit of them.
     carrier = torch.full((1, 1), -0.0, dtype=out, device=x.device).expand(x.shape)
     return carrier, rstd, *pack_pair(x, codes[0], codes[1])
 
 
 def _rmsnorm_fake(
-    x: Tensor, weight: Tensor, given: Tensor | None, eps: float, row: str, col: str, first: str, out: torch.dtype,
+    x: Tensor,
+    weight: Tensor,
+    known_rstd: Tensor | None,
+    eps: float,
+    row: str,
+    col: str,
+    first: str,
+    out: torch.dtype,
     low: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     carrier = x.new_empty((1, 1), dtype=out).expand(x.shape)
-    rstd = x.new_empty(x.shape[0] if given is None else 0, dtype=torch.float32)
+    rstd = x.new_empty(x.shape[0] if known_rstd is None else 0, dtype=torch.float32)
     return carrier, rstd, *fake_pack(x, row, 1), *fake_pack(x, col, 0)
 
 
 def _save_norm(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    x, weight, given = inputs[:3]
-    ctx.save_for_backward(x, weight, output[1] if given is None else given)
+    x, weight, known_rstd = inputs[:3]
+    ctx.save_for_backward(x, weight, output[1] if known_rstd is None else known_rstd)
 
 
 def _rmsnorm_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
@@ -99,9 +113,9 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, key: str, out: torch.dtype, n
     x_MK = compiled.as_matrix(x)
     # A kernel of column blocks needs the statistics before it begins. Computed here, a compiler fuses them with the
     # residual sum before the norm. Kernels of other casts compute them from the whole rows that they read.
-    given_M = reciprocal_rms(x_MK.detach(), eps) if block_rows(col) > 1 else None
-    carrier, computed_M, *codes = torch.ops.octavo.rmsnorm(x_MK, weight, given_M, eps, row, col, first, out, low)
-    rstd_M = computed_M if given_M is None else given_M
+    known_M = reciprocal_rms(x_MK.detach(), eps) if block_rows(col) > 1 else None
+    carrier, computed_M, *codes = torch.ops.octavo.rmsnorm(x_MK, weight, known_M, eps, row, col, first, out, low)
+    rstd_M = computed_M if known_M is None else known_M
     # The kernel's formula, for readers other than FP8 layers; without any, a compiler drops it.
     values_MK = (x_MK.detach().float() * rstd_M.unsqueeze(1) * weight.detach().float()).to(out)
     y = (values_MK + carrier).view(x.shape)

@@ -83,8 +83,8 @@ def parse_key(key: str) -> GemmTexts:
 
 
 def block_rows(operand: str) -> int:
-    """Return how many rows a block of ``backend:cast`` has, -1 for all of them and 0 for an empty string; Dynamo folds
-    it too."""
+    """Return the number of rows in a block of ``backend:cast``, -1 for all rows and 0 for an empty string. Dynamo can
+    fold it."""
     return int(operand.split(":")[1].split(",")[1]) if operand else 0
 
 

@@ -233,6 +233,7 @@ def _check_norm_or_swiglu(
         exact = reference.swiglu_quantize(first, second, None, None)[0].float()
     if (mismatch := find_largest_error("result", y, exact, exact.abs() * BOUND)) is not None:
         return mismatch
+    # The result may differ from the reference in its last bit, and its codes with it: they are compared with its cast.
     for name, q, alone in zip(("cast", "cast turned"), codes, only, strict=True):
         if q is None or alone is None:
             continue

@@ -205,19 +205,19 @@ def _rmsnorm(
     col: CastSpec | None,
     out: torch.dtype | None,
     low: torch.dtype | None,
-    given: Tensor | None,  # rstd
+    known_rstd: Tensor | None,
     emit: bool,
 ) -> tuple[Tensor | None, Tensor, Quantized | None, Quantized | None]:
     check_rmsnorm(x, weight)
     x, weight = _rows_of(x), weight.detach().contiguous()
     rows, cols = x.shape
     row_out, col_out = _out(x, row, 1), _out(x, col, 0)
-    by_rows = col_out is None and cols <= WIDEST and given is None  # a program of whole rows computes rstd itself
+    by_rows = col_out is None and cols <= WIDEST and known_rstd is None  # a program of whole rows computes rstd itself
     if by_rows and row is not None and row.block == (1, -1):
         row_out = _Out(x, row, 1)
     y = _plain(x, emit, (row_out, row), (col_out, col), dtype=out)
     dtypes = {"OUT": _TL[out or x.dtype], "LOW": _TL[low or out or x.dtype]}
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if given is None else given.contiguous()
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if known_rstd is None else known_rstd.contiguous()
     unit = _unit(x)
     size = (rows, x.stride(0) // unit, cols // unit)
     top = _top(x, (row_out, row), (col_out, col))
@@ -230,7 +230,7 @@ def _rmsnorm(
         programs = ceil_div(round_up(rows, ALIGN), high)
         launch(kernels.rmsnorm_rows, (programs,), x, weight, rstd, y, *_pair(row_out), top, *size, eps, **constants)
     else:
-        if given is None:
+        if known_rstd is None:
             constants = {"UNIT": unit, "BM": 4, "BK": 1024, "num_warps": 4}
             launch(kernels.rstd_of_rows, (ceil_div(rows, 4),), x, rstd, *size, eps, **constants)
         grid, constants = _tiles(x, row, row_out, col, col_out)
