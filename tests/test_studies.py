@@ -63,7 +63,7 @@ def test_equality_has_a_bar_on_both_sides() -> None:
     one, both = (study.Design("d", 8, 0.0004, "s", 0.0005, sides).estimate() for sides in (False, True))
     assert both["chance"] == pytest.approx(2 * one["chance"] - 1) and both["units_for_80"] > one["units_for_80"]
     told = importlib.import_module("benchmarks.studies.__main__").told
-    assert "lies inside +-0.05 %" in told(both) and "passes below 0.05 %" in told(one)
+    assert "is inside +-0.05 %" in told(both) and "passes below 0.05 %" in told(one)
 
 
 def test_the_place_of_a_study_that_was_not_run_stays(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def main() -> int:
 def told(estimate: dict[str, Any]) -> str:
     """One line of a power estimate."""
     needed = estimate["units_for_80"]
-    passes = "lies inside +-" if estimate.get("both_sides") else "passes below "
+    passes = "is inside +-" if estimate.get("both_sides") else "passes below "
     return (
         f"  {estimate['design']}: {estimate['units']} units that scatter by {100 * estimate['spread']:.3g} % "
         f"({estimate['source']}) give +-{100 * estimate['half_width']:.3g} %; with no true gap it {passes}"
