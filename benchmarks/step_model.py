@@ -1,6 +1,6 @@
 """A model of the training step of an 8B decoder on one H200: what each part costs, and what each lever brings.
 
-    python benchmarks/step_model.py [--json FILE]
+    python benchmarks/step_model.py [--json [FILE]]
 
 The step is the one of suite `step`: Qwen3-VL-8B's decoder, 8,192 tokens in one row, BF16 weights. Nothing is timed
 here. Seconds are computed from the stored result files of one H200 and from counts that need no GPU:
@@ -424,12 +424,19 @@ def show(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to a file, or print it")
     args = parser.parse_args()
     result = model()
+    text = json.dumps(result, indent=1)
+    if args.json == "-":
+        print(text)
+        return
     print(show(result))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        try:
+            Path(args.json).write_text(text + "\n")
+        except OSError as error:
+            parser.error(f"--json {args.json}: {error.strerror}")
 
 
 if __name__ == "__main__":

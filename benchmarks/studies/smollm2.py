@@ -344,6 +344,7 @@ def draw(result: Mapping[str, object], path: Path) -> None:
     smollm2_plots.draw(result, FORK, path)
 
 
+TWO_FORKS = "three seeds of the second compared with high precision scatter by 0.005 %; two of these, rounded up"
 STUDY = Study(
     "smollm2",
     "Does FP8 keep the loss of a pretrained model (SmolLM2-135M), and which part of it costs what?",
@@ -351,6 +352,7 @@ STUDY = Study(
         Design("forks, blockwise", SEEDS, 0.0008, "two seeds of 40 steps, which agreed within 0.16 points", FORK),
         Design("forks, other recipes", 2, 0.0008, "the same", FORK),
         Design(f"forks, {GOAL}", GOAL_SEEDS, 0.0008, "the same", FORK),
+        Design(f"forks, {TILES} compared with {GOAL}", GOAL_SEEDS, 0.0001, TWO_FORKS, SAME, both_sides=True),
     ),
     units,
     judge,

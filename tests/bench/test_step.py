@@ -80,7 +80,7 @@ def test_step_suite_runs_every_kind_of_candidate(monkeypatch: pytest.MonkeyPatch
     assert not result.absent and not result.cut
     steps, profiles = ([r for r in result.rows if bool(r.kernels) == profiled] for profiled in (False, True))
     assert [r.candidate for r in steps] == [r.candidate for r in profiles] == default_names(session())
-    assert len(steps) == 4 + 6 * 2 and all(r.kernels["gemm"] > 0 for r in profiles)
+    assert len(steps) == 4 + 5 * 2 and all(r.kernels["gemm"] > 0 for r in profiles)
     assert all(sum(r.kernels.values()) == pytest.approx(r.seconds) for r in profiles)
     head, *lines = record.columns_table(result)
     assert head[3:] == ("fp32 compiled", "fp32 compiled chunked", "fp32 compiled chunked fp8 moments")

@@ -95,3 +95,15 @@ def test_command_prints_the_table_and_writes_it(tmp_path: Path) -> None:
     assert "BF16 compiled 796.7 ms (measured)" in done.stdout and "moments in FP8" in done.stdout
     last = json.loads(file.read_text())["rows"][-1]
     assert last["recipe"] == step_model.RECIPES[-1] and f"{last['over_first']:.3f}" in done.stdout
+
+
+def test_json_is_printed_or_refused_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["step_model.py", "--json"])
+    step_model.main()
+    assert json.loads(capsys.readouterr().out)["rows"]
+    monkeypatch.setattr(sys, "argv", ["step_model.py", "--json", str(tmp_path / "none" / "x.json")])
+    with pytest.raises(SystemExit):
+        step_model.main()
+    assert "No such file or directory" in capsys.readouterr().err

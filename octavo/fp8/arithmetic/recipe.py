@@ -32,6 +32,7 @@ RECIPES = recipe_specs.NAMES
 """The names of recipes, for :func:`recipe`."""
 
 GEMMS = ("fwd", "dgrad", "wgrad")
+LONGEST_HISTORY = 2**16
 PRECISIONS = ("fp8", "bf16", *CURRENT_SCALING)
 """The precisions of a GEMM in a recipe."""
 
@@ -60,8 +61,10 @@ class Delayed:
     length: int = 16
 
     def __post_init__(self) -> None:
-        if type(self.length) is not int or self.length < 1:
-            raise RecipeError(f"Delayed: length={self.length!r} must be an integer of at least 1 (default 16).")
+        if type(self.length) is not int or not 1 <= self.length <= LONGEST_HISTORY:
+            raise RecipeError(
+                f"Delayed: length={self.length!r} must be an integer from 1 to {LONGEST_HISTORY:,} (default 16)."
+            )
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         rows, cols = (1, 1) if self.dgrad is None else self.dgrad.a.block
-        if rows > 1 and cols > 1:
+        if rows != 1 and (rows, cols) != (-1, -1):
             raise RecipeError(
                 f"recipe {self.name!r}: dy of dgrad has blocks of {rows}x{cols}. In such a block a token with small "
                 "gradients next to one with large gradients loses all of them: the error of its dx is 1.00. Use blocks "
@@ -314,6 +317,8 @@ def _parse_entry(key: str, entry: object) -> Recipe:
     if not isinstance(entry, Mapping) or not set(GEMMS) <= entry.keys() <= {*GEMMS, "history"}:
         keys = _short_repr(list(entry) if isinstance(entry, Mapping) else entry)
         raise RecipeError(f"{key!r} must have {', '.join(GEMMS)} and, with delayed scaling, history; got {keys}")
+    if "history" in entry and name in SPECS and not SPECS[name].delayed:
+        raise RecipeError(f"{key!r} has a history, which only delayed scaling has; remove it")
     try:
         fwd, dgrad, wgrad = (_parse_gemm(gemm, entry[gemm]) for gemm in GEMMS)
         return Recipe(name, form, fwd, dgrad, wgrad, Delayed(entry["history"]) if "history" in entry else None)

@@ -70,6 +70,12 @@ def test_amax_history_is_part_of_the_table() -> None:
     r = later.recipe("delayed")
     assert r.delayed is not None and r.delayed.length == 4
     assert later.describe_changes(CastTable(), [later.words(r)]) == ["delayed (hybrid): amax history of 4 (now 16)"]
+    for length in (0, 10**12, True):
+        table["delayed hybrid"]["history"] = length
+        with pytest.raises(
+            RecipeError, match="'delayed hybrid': Delayed: length=.* must be an integer from 1 to 65,536"
+        ):
+            CastTable.from_json(table)
 
 
 KEY = "blockwise e4m3"
@@ -86,7 +92,7 @@ GEMMS = [
     ("fwd", None, f"'{KEY}': fwd must have two casts, as in 'CAST @ CAST', got None"),
     ("wgrad", "e4m3 1x128 pow2 @ e4m3 128 pow2", f"'{KEY}': wgrad: 'e4m3 128 pow2' is not a cast"),
     ("dgrad", "e4m3 128x128 pow2 @ e4m3 128x128 pow2", f"'{KEY}': .* dy of dgrad has blocks of 128x128"),
-    ("history", 0, f"'{KEY}': Delayed: length=0 must be an integer"),
+    ("history", 4, f"'{KEY}' has a history, which only delayed scaling has"),
     ("bgrad", "", f"'{KEY}' must have fwd, dgrad, wgrad and, with delayed scaling, history; got"),
 ]
 

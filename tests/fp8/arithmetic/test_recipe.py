@@ -106,7 +106,7 @@ def test_error_messages(arguments: dict[str, str], message: str) -> None:
 
 @pytest.mark.parametrize("length", [0, -1, 1.5, True])
 def test_history_length_is_checked(length: object) -> None:
-    with pytest.raises(RecipeError, match="must be an integer of at least 1"):
+    with pytest.raises(RecipeError, match="must be an integer from 1 to 65,536"):
         Delayed(length)  # type: ignore[arg-type]
 
 
@@ -130,6 +130,9 @@ def test_dy_of_dgrad_has_no_blocks_of_several_tokens() -> None:
     assert b.dgrad and b.wgrad
     with pytest.raises(RecipeError, match=r"dy of dgrad has blocks of 128x128.*loses all of them.*\(1, 128\)"):
         Recipe("mine", "e4m3", b.fwd, Gemm(wide, b.dgrad.b), b.wgrad)
+    for block in ((128, 1), (128, -1), (-1, 128), (-1, 1)):
+        with pytest.raises(RecipeError, match="loses all of them"):
+            Recipe("mine", "e4m3", b.fwd, Gemm(CastSpec("e4m3", block), b.dgrad.b), b.wgrad)
     Recipe("mine", "e4m3", b.fwd, b.dgrad, Gemm(b.wgrad.a, wide))
     torch.manual_seed(0)
     dy = torch.randn(128, 128)
