@@ -41,16 +41,21 @@ def test_losses_and_the_proof_are_those_of_eager_training(make, graphs, recomput
 
 
 @pytest.mark.long
-def test_preset_fast_trains_as_its_keys_do_eagerly(make, graphs):
-    """And every lever of benchmarks/step_model.py is in its run: operators of the forward in the graphs of its blocks
-    (block_bytes.json has the backward's), the head in the proof, the moments in the checkpoint."""
-    plain = train.run(make(*COMMON, "preset=fast", "train.compile=false", dir="plain"))
+@pytest.mark.parametrize("recipe", step_model.RECIPES)
+def test_preset_fast_trains_as_its_keys_do_eagerly(make, graphs, recipe: str):
+    """And every lever of benchmarks/step_model.py is in its run: operators of the graphs of its blocks, forward and
+    backward, the head in the proof, the moments in the checkpoint."""
+    common = (*COMMON, "preset=fast", f"fp8.recipe={recipe}")
+    plain = train.run(make(*common, "train.compile=false", dir="plain"))
     assert not graphs
-    compiled = train.run(make(*COMMON, "preset=fast", dir="compiled"))
+    with torch.profiler.profile() as profile:
+        compiled = train.run(make(*common, dir="compiled"))
     assert compiled.losses() == plain.losses()
-    used = {str(node.target).removeprefix("octavo.") for graph in graphs for node in graph.graph.nodes}
-    forward = {"linear", "rmsnorm", "gated_mlp"}
-    assert forward <= {call for lever in step_model.LEVERS for call in lever.calls} and forward <= used
+    in_graphs = {str(node.target).removeprefix("octavo.") for graph in graphs for node in graph.graph.nodes}
+    assert {"linear", "rmsnorm", "gated_mlp"} <= in_graphs
+    ran = {event.key.removeprefix("octavo::") for event in profile.key_averages() if event.key.startswith("octavo::")}
+    wanted = {call for lever in step_model.LEVERS for call in lever.calls} - step_model.OUTSIDE_BLOCKS
+    assert wanted <= ran, "eager layers have no such operators"
     assert json.loads((compiled.dir / "proof.json").read_text())["components"]["lm_head"]["dgrad"].keys() == {
         "reference"
     }
