@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from study import Design, Outcomes, Study, beside_high, held, pooled, row
+from study import Design, Outcomes, Study, beside_high, held, make_pairs, row
 from tower import ACCURACY, LOSS
 from unit import Outcome, Unit
 from units import HF, ROOT, TRAINED, UNITS, bare
@@ -59,8 +59,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
         row("questions lost", COMPARED, [questions_lost(*of) for of in pairs], ACCURACY, lost, both_sides=True),
     ]
     for recipe in (OLD, NEW):
-        new, lost = pooled(outcomes, [f"lora-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
-        against = [(one, outcomes[beside_high(one.name)]) for one in new]
+        against, lost = make_pairs(outcomes, [f"lora-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
         what = f"{recipe} compared with high precision"
         rows.append(row("held-out loss", what, [held(*of) for of in against], LOSS, lost))
         rows.append(row("questions lost", what, [questions_lost(*of) for of in against], ACCURACY, lost))

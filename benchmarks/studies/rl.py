@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from study import Design, Outcomes, Study, beside_high, pooled, row
+from study import Design, Outcomes, Study, beside_high, make_pairs, row
 from tower import ACCURACY
 from unit import Outcome, Unit
 from units import HF, ROOT, TRAINED, UNITS, bare
@@ -78,8 +78,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
     pairs, lost = sides(outcomes, "rl", SEEDS)
     compared = [(COMPARED, pairs, lost)]
     for recipe in (OLD, NEW):
-        new, lost = pooled(outcomes, [f"rl-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
-        against = [(one, outcomes[beside_high(one.name)]) for one in new]
+        against, lost = make_pairs(outcomes, [f"rl-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
         compared.append((f"{recipe} compared with high precision", against, lost))
     for what, against, lost in compared:
         rows.append(row("reward lost", what, [reward_lost(*of) for of in against], ACCURACY, lost))

@@ -126,6 +126,14 @@ def pooled(
     return [one for one in present if not one.failure], [f"{one.name}: {one.failure}" for one in present if one.failure]
 
 
+def make_pairs(
+    outcomes: Outcomes, names: Sequence[str], other: Callable[[str], str]
+) -> tuple[list[tuple[Outcome, Outcome]], list[str]]:
+    """Each of the named units with the unit that ``other`` names, and the sentences of those that failed."""
+    present, lost = pooled(outcomes, names, other)
+    return [(one, outcomes[other(one.name)]) for one in present], lost
+
+
 def seed_of(name: str) -> str:
     return name.rpartition("-")[2]
 

@@ -23,7 +23,7 @@ import pretraining
 import texts
 import tower
 from smollm2_operands import apply, one_cast
-from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, seed_of
+from study import Design, Outcomes, Study, beside_high, gap, held, make_pairs, row, seed_of
 from unit import Outcome, Unit
 from units import bare
 
@@ -68,8 +68,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
         rows.append(row(learned, what, gaps, SAME, lost, both_sides=True))
         rows.append(row(ended, what, [held(*of) for of in pairs], SAME, lost, both_sides=True))
     for recipe in (OLD, NEW):
-        forks, lost = pooled(outcomes, [f"fork-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
-        against = [(one, outcomes[beside_high(one.name)]) for one in forks]
+        against, lost = make_pairs(outcomes, [f"fork-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
         gaps = [gap(*of, middle + 1, STEPS) for of in against]
         rows.append(row(learned, f"{recipe} compared with high precision", gaps, pretraining.FORK, lost))
     pairs, lost = sides(outcomes, "both", SEEDS)
@@ -85,8 +84,7 @@ def sides(outcomes: Outcomes, kind: str, seeds: int, new: str = NEW) -> tuple[li
     def old(name: str) -> str:
         return f"{kind}-{OLD}-seed-{seed_of(name)}"
 
-    present, lost = pooled(outcomes, [f"{kind}-{new}-seed-{seed}" for seed in range(seeds)], old)
-    return [(one, outcomes[old(one.name)]) for one in present], lost
+    return make_pairs(outcomes, [f"{kind}-{new}-seed-{seed}" for seed in range(seeds)], old)
 
 
 def questions_lost(new: Outcome, old: Outcome) -> float:
