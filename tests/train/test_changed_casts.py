@@ -1,5 +1,5 @@
 """Runs under a later version, in which the name of their recipe has other casts: a resumed run keeps its casts, to the
-bit, and a new run or a fork has those of the version."""
+bit, and a new run or a fork has the casts of the version."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from functools import lru_cache
 from octavo.base import recipe_specs
 from octavo.base.recipe_specs import CURRENT_SCALING, FORMATS, SPECS
 from octavo.fp8.arithmetic.cast import CastError, CastSpec
-from octavo.fp8.arithmetic.errors import Fp8Error
+from octavo.fp8.arithmetic.errors import Fp8Error, short_repr
 
 RECIPES = recipe_specs.NAMES
 """The names of recipes, for :func:`recipe`."""
@@ -286,7 +286,7 @@ class CastTable:
         Raises RecipeError, with the key, for a damaged table.
         """
         if not isinstance(table, Mapping):
-            raise RecipeError(f"must map recipes to their casts, got {_short_repr(table)}")
+            raise RecipeError(f"must map recipes to their casts, got {short_repr(table)}")
         return cls({key: _parse_entry(key, entry) for key, entry in table.items()})
 
 
@@ -315,7 +315,7 @@ def _parse_entry(key: str, entry: object) -> Recipe:
     if not name or form not in FORMATS:
         raise RecipeError(f"{key!r} is not a recipe and a format, such as 'blockwise {FORMATS[0]}'")
     if not isinstance(entry, Mapping) or not set(GEMMS) <= entry.keys() <= {*GEMMS, "history"}:
-        keys = _short_repr(list(entry) if isinstance(entry, Mapping) else entry)
+        keys = short_repr(list(entry) if isinstance(entry, Mapping) else entry)
         raise RecipeError(f"{key!r} must have {', '.join(GEMMS)} and, with delayed scaling, history; got {keys}")
     if "history" in entry and name in SPECS and not SPECS[name].delayed:
         raise RecipeError(f"{key!r} has a history, which only delayed scaling has; remove it")
@@ -329,13 +329,8 @@ def _parse_entry(key: str, entry: object) -> Recipe:
 def _parse_gemm(gemm: str, text: object) -> Gemm:
     parts = text.split(" @ ") if isinstance(text, str) else []
     if len(parts) != 2:
-        raise RecipeError(f"{gemm} must have two casts, as in 'CAST @ CAST', got {_short_repr(text)}")
+        raise RecipeError(f"{gemm} must have two casts, as in 'CAST @ CAST', got {short_repr(text)}")
     try:
         return Gemm(CastSpec.parse(parts[0]), CastSpec.parse(parts[1]))
     except CastError as error:
         raise RecipeError(f"{gemm}: {error}") from None
-
-
-def _short_repr(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

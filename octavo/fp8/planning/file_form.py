@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import safe_read
+from octavo.fp8.arithmetic.errors import short_repr
 from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, CastTable, RecipeError, recipe
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.globs import matches, template
@@ -45,12 +46,12 @@ def read_document(path: Path) -> tuple[dict[str, Any], str]:
         raise PlanError(f"{path} {what} (the key octavo_plan is missing). Write one with octavo plan FILE --save.")
     if document["octavo_plan"] != FORMAT or isinstance(document["octavo_plan"], bool):
         raise PlanError(
-            f"{path} is not a plan of this version of Octavo: octavo_plan is {_short_repr(document['octavo_plan'])}, "
+            f"{path} is not a plan of this version of Octavo: octavo_plan is {short_repr(document['octavo_plan'])}, "
             f"and this version reads {FORMAT}. Write a new plan with octavo plan FILE --save."
         )
     for key, (is_valid, expected) in _KEYS.items():
         if not is_valid(document.get(key)):
-            state = f"found {_short_repr(document[key])}" if key in document else "it is missing"
+            state = f"found {short_repr(document[key])}" if key in document else "it is missing"
             raise PlanError(f"{path}: {key!r} must be {expected}, {state}. Edit only layers, or save the plan again.")
     # Each line is matched with each layer. Without a limit a malicious file could take hours.
     if len(document["layers"]) > MAX_LINES:
@@ -58,11 +59,6 @@ def read_document(path: Path) -> tuple[dict[str, Any], str]:
     if not document["layers"]:
         raise PlanError(f"{path} has no lines in layers, so nothing would run in FP8. Use fp8.recipe: off instead.")
     return document, text
-
-
-def _short_repr(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 Check = Callable[[Any], bool]
