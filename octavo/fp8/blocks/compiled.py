@@ -77,17 +77,8 @@ def _rmsnorm(
     return carrier, rstd, *pack_pair(x, codes[0], codes[1])
 
 
-def _rmsnorm_fake(
-    x: Tensor,
-    weight: Tensor,
-    known_rstd: Tensor | None,
-    eps: float,
-    row: str,
-    col: str,
-    first: str,
-    out: torch.dtype,
-    low: torch.dtype,
-) -> tuple[Tensor, ...]:
+def _rmsnorm_fake(x: Tensor, weight: Tensor, known_rstd: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    _, row, col, _, out, _ = arguments
     carrier = x.new_empty((1, 1), dtype=out).expand(x.shape)
     rstd = x.new_empty(x.shape[0] if known_rstd is None else 0, dtype=torch.float32)
     return carrier, rstd, *fake_pack(x, row, 1), *fake_pack(x, col, 0)
