@@ -98,8 +98,7 @@ TARGETS: tuple[Target, ...] = (
     Target("RMSNorm with its casts", "linghe 2.2x", 1.3, "cast", "rmsnorm " + WIDE, "fused", speed),
     Target("SwiGLU backward with its casts", "linghe 2.5x", 3.5, "cast", "swiglu backward " + WIDE, "fused", speed),
     Target("host time of a linear", "an empty function 1x", 5, "linear", LINEAR, "blockwise", host, "x", False),
-    # Goals. benchmarks/step_model.py gives 1.34 and 1.395 with every lever, one of which is an attention kernel that is
-    # 60 ms faster.
+    # Goals; benchmarks/step_model.py prints what its levers give.
     Target("training step, 8B, blockwise", "torchao rowwise 1.10x, 8 H100", 1.3, "step", STEP, "blockwise", speed),
     Target("training step, 8B, tensorwise", "torchao 1.25x, 8 H100", 1.4, "step", STEP, "tensorwise", speed),
     Target("experts, 8 of 128", "1.43x, MXFP8 on a B200", 1.4, "moe", "", FP8, speed),

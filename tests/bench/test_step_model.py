@@ -40,6 +40,15 @@ def test_results_page_has_the_table(result: dict[str, Any]) -> None:
         cells = (f"`{r['recipe']}`", r["lever"], f"{r['ms']:.0f}", f"{r['over_first']:.2f}", f"{r['over_third']:.2f}")
         assert f"| {' | '.join(cells)} |" in page
     assert f"it is {100 * result['error']:+.1f} % off" in page
+    last = {
+        key: {r["recipe"]: r["over_first"] for r in result[key] if "attention" not in r["lever"]}
+        for key in ("rows", "further")
+    }
+    preset, built = last["rows"], last["further"]
+    assert f"the preset misses both ({preset['blockwise']:.2f} and {preset['tensorwise']:.2f})" in page
+    assert f"`blockwise` reaches {built['blockwise']:.2f} and `tensorwise` {built['tensorwise']:.3f}" in page
+    readme = (ROOT.parent / "README.md").read_text()
+    assert f"predicts {min(preset.values()):.2f} to {max(preset.values()):.2f} times" in readme
 
 
 def test_rows_are_cumulative_and_end_with_what_stands(result: dict[str, Any]) -> None:

@@ -10,12 +10,14 @@ into both layouts, "eager" is PyTorch op by op plus that cast::
     rmsnorm -> row                  x 2          y 2, row 1                  5        7        39
     rmsnorm -> row, col             x 2 + 2*     y 2, row 1, col 1           6-8      8        40
     rmsnorm -> row, col, no y       x 2 + 2*     row 1, col 1                4-6      8        40
-    rmsnorm backward                dy, x 4      dx 2, sums 0.5              7       14        60
+    rmsnorm backward                dy, x 4      dx 2, sums 0.5             6.5      10        94
     swiglu -> row, col              gate, up 4   h 2, row 1, col 1           8       10        14
     swiglu -> row, col, no h        gate, up 4   row 1, col 1                6       10        14
     swiglu backward                 3 x 2        2 x (row 1, col 1)         10       18        30
 
     * the second read of x, from the L2 cache where x is still cached
+
+For the backward of RMSNorm, which casts nothing, "unfused" is a kernel for each gradient.
 
 Three kinds of program. ``rmsnorm_rows`` holds whole rows: statistics, result and row codes from one read. A column
 block needs 128 rows at a time; 128 whole rows do not fit in a multiprocessor (1 MB at K = 4096), and the rows of all
