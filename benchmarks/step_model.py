@@ -5,7 +5,7 @@
 The step is the one of suite `step`: Qwen3-VL-8B's decoder, 8,192 tokens in one row, BF16 weights. Nothing is timed
 here. Seconds are computed from the stored result files of one H200 and from counts that need no GPU:
 
-    GEMMs       FLOPs / the rate of the shape in suite `gemm`, cuBLAS
+    GEMMs       FLOPs / the rate of the shape in suite `gemm`, cuBLAS; wgrad of `blockwise` at the rate of fwd
     casts       bytes / the bandwidth of the recipe's cast in suite `cast`
     generated   bytes of Inductor's kernels, fused for a GPU by the torch of the timed run (`block_bytes.json` next to
                 its results) x seconds a byte of compiled BF16: what its step takes beyond its GEMMs, attention, head
@@ -84,9 +84,9 @@ TIMED: dict[Kernel, tuple[str, str]] = {
 }
 #: the fused kernels as they are now, without outputs that nothing reads
 NOW = {
-    "rmsnorm": Kernel("rmsnorm_tile blockwise codes only", 8, 4),
-    "gated_mlp": Kernel("swiglu blockwise codes only", 8, 6),
-    "swiglu_backward": Kernel("swiglu_backward blockwise codes only", 8, 10),
+    "rmsnorm": Kernel("rmsnorm_tile tiles codes only", 8, 4),
+    "gated_mlp": Kernel("swiglu tiles codes only", 8, 6),
+    "swiglu_backward": Kernel("swiglu_backward 1x128 codes only", 8, 10),
 }
 CAST_OF_TENSOR = Kernel("cast tensor both, scale given", 8, 4)
 RESULTS_IN_U = {"rmsnorm": 2.0, "gated_mlp": 3.0, "swiglu_backward": 6.0}  # of 16 bits, in both norms or in one MLP
@@ -119,7 +119,6 @@ class Setting:
     fp8_head: tuple[str, ...] = ()  # GEMMs of the head
     fp8_moments: bool = False
     both_layouts: bool = False  # fp8.weight_codes
-    wgrad_in_tiles: bool = False  # x of wgrad in blocks of 128x128
     attention_gain: float = 0.0  # seconds, in BF16 too
 
 
@@ -144,7 +143,6 @@ OUTSIDE_BLOCKS = {"head", "adamw"}  # levers of these operators are in no block'
 FURTHER = (
     Lever("logits in FP8 too (fp8.lm_head)", {"fp8_head": GEMMS}, "suite gemm"),
     Lever("fp8.weight_codes: both", {"both_layouts": True}, "suite linear", recipes=("blockwise", "tensorwise")),
-    Lever("fp8.recipe: blockwise_2d", {"wgrad_in_tiles": True}, "suite gemm, fwd", recipes=("blockwise",)),
     Lever("attention 60 ms faster, in BF16 too", {"attention_gain": 0.060}, "public figures, no run"),
 )
 
@@ -165,8 +163,13 @@ def block(candidate: str) -> dict[str, float]:
     return {"generated": row["generated"], **row["moved"]}
 
 
-def gemm_seconds(name: str, gemm: str, recipe: str, features: tuple[int, int]) -> float:
-    """Return the seconds of a GEMM of all tokens with (outputs, inputs), at the rate of the shape that was timed."""
+def gemm_seconds(name: str, gemm: str, recipe: str, features: tuple[int, int], as_timed: bool = False) -> float:
+    """Return the seconds of a GEMM of all tokens with (outputs, inputs), at the rate of the shape that was timed.
+
+    ``as_timed``: with the casts of the run that was timed, in which ``blockwise`` was what is now `blockwise_1d`. Now
+    x of its wgrad has blocks of 128x128, the form that cuBLAS has for fwd.
+    """
+    gemm = "fwd" if (recipe, gemm) == ("blockwise", "wgrad") and not as_timed else gemm
     candidate = recipe if recipe == "bf16" else f"{recipe} torch"
     (row,) = (
         row
@@ -176,12 +179,10 @@ def gemm_seconds(name: str, gemm: str, recipe: str, features: tuple[int, int]) -
     return 2 * TOKENS * features[0] * features[1] * row["seconds"] / row["flops"]
 
 
-def linear_seconds(recipe: str, wgrad_in_tiles: bool = False) -> float:
+def linear_seconds(recipe: str, as_timed: bool = False) -> float:
     """Return the seconds of the three GEMMs of all linear layers."""
-    # x of wgrad in 128x128 blocks gives wgrad the form that cuBLAS has for fwd: its rate is taken.
-    rate_of = {"wgrad": "fwd"} if wgrad_in_tiles else {}
     return LAYERS * sum(
-        gemm_seconds(name, rate_of.get(gemm, gemm), recipe, (n, k)) for n, k, name in LINEARS.values() for gemm in GEMMS
+        gemm_seconds(name, gemm, recipe, (n, k), as_timed) for n, k, name in LINEARS.values() for gemm in GEMMS
     )
 
 
@@ -339,7 +340,7 @@ def predict(setting: Setting) -> dict[str, float]:
         return {"gemms": linear_seconds("bf16"), "generated": generated, **parts}
     generated *= block(f"{setting.recipe}{' fused' if setting.fused else ''}")["generated"] / block("bf16")["generated"]
     return {
-        "gemms": linear_seconds(setting.recipe, setting.wgrad_in_tiles),
+        "gemms": linear_seconds(setting.recipe),
         "generated": generated,
         "operators": operator_seconds(setting),
         "weights": weight_seconds(setting),
@@ -351,7 +352,7 @@ def predict(setting: Setting) -> dict[str, float]:
 def eager_error() -> float:
     """Return the relative error of the model for the one FP8 step that was measured: blockwise, eager."""
     setting = Setting("blockwise")
-    predicted = step_parts("bf16")["step"] - linear_seconds("bf16") + linear_seconds("blockwise")
+    predicted = step_parts("bf16")["step"] - linear_seconds("bf16") + linear_seconds("blockwise", as_timed=True)
     predicted += operator_seconds(setting) + weight_seconds(setting)
     return predicted / step_parts("blockwise")["step"] - 1
 

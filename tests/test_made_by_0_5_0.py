@@ -62,6 +62,7 @@ def test_the_plan_of_a_run_loads() -> None:
     model = models.load(FILES / "model", dtype=torch.float32)
     plan = fp8.load_plan(FILES / "runs" / "stopped" / "plan.json", model)
     assert {row.recipe.name for row in plan.rows if row.fp8} == {"blockwise", "delayed"}
+    assert {row.recipe.wgrad.b.block for row in plan.rows if row.fp8} == {(128, 1), (-1, -1)}, "as in that version"
 
 
 def test_an_export_verifies_and_loads() -> None:

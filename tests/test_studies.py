@@ -165,7 +165,7 @@ def test_the_studies_of_wgrad_compare_two_recipes_in_each_seed(tmp_path: Path) -
     from octavo.data.builtin import digits
 
     outcome, units = _module("unit").Outcome, _module("units")
-    worse = {"blockwise": 1.001, "blockwise_2d": 1.0012}
+    worse = {"blockwise_1d": 1.001, "blockwise": 1.0012}
     digits.write(tmp_path / "digits")
     for name, number in {"wgrad": 48, "lora": 7, "rl": 16}.items():
         module = _module(name)
@@ -176,7 +176,7 @@ def test_the_studies_of_wgrad_compare_two_recipes_in_each_seed(tmp_path: Path) -
         made = {tmp_path / name / "units" / unit.name for unit in planned if unit.keeps}
         found = {}
         for unit in planned:
-            recipe = next((of for of in ("blockwise_2d", "blockwise") if f"-{of}-" in unit.name), "")
+            recipe = next((of for of in worse if f"-{of}-" in unit.name), "")
             parts = unit.cfg.fp8.image_encoder if unit.name.startswith("both") else unit.cfg.fp8
             assert parts.recipe == (recipe or "off") and bool(unit.plant) == ("one_cast" in unit.name)
             needs = units._needs(unit.cfg)
@@ -187,13 +187,13 @@ def test_the_studies_of_wgrad_compare_two_recipes_in_each_seed(tmp_path: Path) -
             held = {"own": 2.0 * share, "high": 2.0, "own_right": 0.9}
             found[unit.name] = outcome(unit.name, unit.begins, losses, held, {"rewards": [0.5] * 120})
         rows = {(row["design"], row["what"]): row for row in module.judge(tmp_path, found)["rows"]}
-        pairs = [row for (_, what), row in rows.items() if what == "blockwise_2d compared with blockwise"]
+        pairs = [row for (_, what), row in rows.items() if what == "blockwise compared with blockwise_1d"]
         assert {row["units"] for row in pairs} == {module.SEEDS} and all(row["status"] == "pass" for row in pairs)
-        del found[next(unit.name for unit in planned if "-blockwise-seed-1" in unit.name)]
+        del found[next(unit.name for unit in planned if "-blockwise_1d-seed-1" in unit.name)]
         fewer = module.judge(tmp_path, found)["rows"][0]
         assert fewer["units"] == module.SEEDS - 1 and "failed" not in fewer
         if name == "wgrad":
-            equal = rows["forks after step 200", "blockwise_2d compared with blockwise"]
+            equal = rows["forks after step 200", "blockwise compared with blockwise_1d"]
             assert equal["both_sides"] and equal["estimate"] == pytest.approx(1.0012 / 1.001 - 1)
 
 

@@ -88,7 +88,7 @@ SPEED: tuple[Job, ...] = (
         20,
         cases="(qkv|gate_up|down|small) wgrad ",
         tokens=8192,
-        candidates=["{high}", "blockwise {backend}", "blockwise_2d {backend}", "tensorwise {backend}"],
+        candidates=["{high}", "blockwise {backend}", "blockwise_1d {backend}", "tensorwise {backend}"],
     ),
     _speed("cast", "cast", 20, cases="(16384 x 4096|96 x 160)"),
     _speed(
@@ -101,7 +101,7 @@ SPEED: tuple[Job, ...] = (
             "{high} compiled chunked",
             f"blockwise {_RUN}",
             f"tensorwise {_RUN}",
-            f"blockwise_2d {_RUN}",
+            f"blockwise_1d {_RUN}",
             "blockwise compiled chunked",
             "blockwise fused",
             "{high}",

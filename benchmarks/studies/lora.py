@@ -1,7 +1,7 @@
-"""LoRA: does blockwise_2d train adapters as blockwise does?
+"""LoRA: does blockwise train adapters as blockwise_1d does?
 
 examples/digits_lora.yaml: a model that answers with numerals learns to answer in words. Its base is frozen FP8 codes,
-and its adapters stay in high precision. So no wgrad runs in FP8, and blockwise_2d differs from blockwise in nothing
+and its adapters stay in high precision. So no wgrad runs in FP8, and blockwise differs from blockwise_1d in nothing
 else: every difference must be exactly zero, which two seeds show. High precision is the same LoRA on a base in high
 precision.
 
@@ -28,7 +28,7 @@ STEPS_THAT_DIFFER = "steps whose losses differ"
 SIDES = {
     "high": ("model.load_in_fp8=false", "fp8.recipe=off"),
     OLD: (f"fp8.recipe={OLD}",),
-    NEW: (f"fp8.recipe={NEW}",),  # with the codes of blockwise: weights have the same blocks in both
+    NEW: (f"fp8.recipe={NEW}",),  # with the codes of blockwise_1d: weights have the same blocks in both
 }
 
 
@@ -73,7 +73,7 @@ def unequal(new: Outcome, old: Outcome) -> float:
 
 STUDY = Study(
     "lora",
-    "Does blockwise_2d train adapters on a frozen FP8 base exactly as blockwise does?",
+    "Does blockwise train adapters on a frozen FP8 base exactly as blockwise_1d does?",
     (Design(STEPS_THAT_DIFFER, SEEDS, 0.0, "a frozen base has no wgrad", SAME, both_sides=True),),
     units,
     judge,

@@ -1,11 +1,11 @@
-"""Reinforcement learning: does blockwise_2d learn from rewards as blockwise does?
+"""Reinforcement learning: does blockwise learn from rewards as blockwise_1d does?
 
 examples/digits_rl.yaml (GRPO): a tiny Qwen3-VL that reads about half of the digits learns from whether its answers are
 right. For every seed high precision trains that model as examples/digits_rl_base.yaml does, in which all sides of the
 seed begin. Judged are the mean reward of the last quarter of the steps, and held-out questions.
 
 Reduced: 80 steps instead of 120, in which the learning rate falls to zero as well. The initial model is trained in high
-precision, in each seed, where the example trains it once, in blockwise.
+precision, in each seed, where the example trains it once, in blockwise_1d.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
 TRIAL = "rl_cpu.json, 120 steps, FP8 and high precision in three seeds: {}"
 STUDY = Study(
     "rl",
-    "Does blockwise_2d learn from rewards as blockwise does?",
+    "Does blockwise learn from rewards as blockwise_1d does?",
     (
         Design("reward lost", SEEDS, 0.0044, TRIAL.format("the reward gap of the last third"), ACCURACY),
         Design("questions lost", SEEDS, 0.0095, TRIAL.format("held-out accuracy by seed"), ACCURACY),

@@ -44,7 +44,7 @@ train: {{phase: {phase}, steps: {steps}, seq_length: 256, micro_batch: 2, global
   warmup: 5}}
 """
 
-BLOCKWISE = "fp8.recipe=blockwise"
+BLOCKWISE = "fp8.recipe=blockwise_1d"  # it was named blockwise when these units were trained
 
 
 def rules(*settings: str) -> str:
@@ -71,16 +71,20 @@ PARTS: dict[str, tuple[str, ...]] = {
 #: parts that tell why, and what to do: with a second seed first
 CAUSES = ("activations", "weights", "without the first and last 2 blocks", "without attention")
 #: settings that were chosen from the costs at equal weights, where the forward causes all of the gap and attention half
-GOAL, HALF = "blockwise, fwd in high precision", "blockwise, attention in high precision"
-TILES = "blockwise_2d, fwd in high precision"  # compared with GOAL, of which it differs in wgrad
-FAST = "blockwise, preset fast"  # compiled blocks are left out: they compute the same, and take minutes here
-LOGITS = "blockwise, preset fast with logits in FP8"
+GOAL, HALF = "blockwise_1d, fwd in high precision", "blockwise_1d, attention in high precision"
+TILES = "blockwise, fwd in high precision"  # compared with GOAL, of which it differs in wgrad
+FAST = "blockwise_1d, preset fast"  # compiled blocks are left out: they compute the same, and take minutes here
+LOGITS = "blockwise_1d, preset fast with logits in FP8"
+_PRESET = {
+    **PRESETS["fast"],
+    ("fp8", "lm_head"): {"recipe": "blockwise_1d", "fwd": "bf16"},
+}  # whose head has its recipe
 SETTINGS: dict[str, tuple[str, ...]] = {
     GOAL: (BLOCKWISE, rules('match: "**.layers.**", fwd: bf16')),
-    TILES: ("fp8.recipe=blockwise_2d", rules('match: "**.layers.**", fwd: bf16')),
+    TILES: ("fp8.recipe=blockwise", rules('match: "**.layers.**", fwd: bf16')),
     HALF: (BLOCKWISE, without("**.self_attn.*")),
-    FAST: (BLOCKWISE, *(f"{s}.{key}={value}" for (s, key), value in PRESETS["fast"].items() if key != "compile")),
-    LOGITS: (BLOCKWISE, "fp8.fuse=on", "fp8.lm_head={recipe: blockwise}", "optimizer.states=fp8"),
+    FAST: (BLOCKWISE, *(f"{s}.{key}={value}" for (s, key), value in _PRESET.items() if key != "compile")),
+    LOGITS: (BLOCKWISE, "fp8.fuse=on", "fp8.lm_head={recipe: blockwise_1d}", "optimizer.states=fp8"),
 }
 RECIPES = ("rowwise", "tensorwise", "mxfp8", "delayed")
 
@@ -108,7 +112,7 @@ def fork(
     )
 
 
-def pair(home: Path, kind: str, cfg: Config, seed: int, recipe: str = "blockwise") -> list[Unit]:
+def pair(home: Path, kind: str, cfg: Config, seed: int, recipe: str = "blockwise_1d") -> list[Unit]:
     """A fork in FP8 and its other side, with other settings than most."""
     sides = {"high": (), recipe: (f"fp8.recipe={recipe}",)}
     return [fork(home, f"{kind}-{side}-seed-{seed}", cfg, seed, words) for side, words in sides.items()]
@@ -133,18 +137,18 @@ def units(home: Path) -> list[Unit]:
 def equal_units() -> Iterator[Unit]:
     yield Unit(equal.HIGH, None, task=("smollm2_equal", "high"))
     yield Unit("equal-bf16", None, task=("smollm2_equal", "bf16"))
-    for recipe in ("blockwise", *RECIPES):
+    for recipe in ("blockwise_1d", *RECIPES):
         yield Unit(f"equal-{recipe}", None, task=("smollm2_equal", "recipe", recipe))
-    yield Unit("equal-head", None, task=("smollm2_equal", "head", "blockwise"))
+    yield Unit("equal-head", None, task=("smollm2_equal", "head", "blockwise_1d"))
     yield Unit("equal-torchao", None, task=("smollm2_equal", "torchao", "tensorwise"))
     for what in ("weights", "activations"):
-        yield Unit(f"equal-{what}", None, task=("smollm2_equal", "operands", "blockwise", what))
+        yield Unit(f"equal-{what}", None, task=("smollm2_equal", "operands", "blockwise_1d", what))
     yield Unit("equal-one-cast", None, task=("smollm2_equal", "operands", "one cast", "everything"))
-    yield Unit("equal-noise", None, task=("smollm2_equal", "noise", "blockwise"))
+    yield Unit("equal-noise", None, task=("smollm2_equal", "noise", "blockwise_1d"))
     for way, size in UPDATES.items():
-        yield Unit(f"equal-{way}", None, task=("smollm2_equal", "update", "blockwise", size))
+        yield Unit(f"equal-{way}", None, task=("smollm2_equal", "update", "blockwise_1d", size))
     for name, (globs, gemms) in LAYERS.items():
-        yield Unit(f"layers-{name}", None, task=("smollm2_equal", "layers", "blockwise", globs, gemms))
+        yield Unit(f"layers-{name}", None, task=("smollm2_equal", "layers", "blockwise_1d", globs, gemms))
 
 
 UPDATES = {"update-down": -1e-7, "update-up": 1e-7}  # along the gradient, of every weight
@@ -168,10 +172,10 @@ LAYERS: dict[str, tuple[list[str], list[str]]] = {
 
 def forks(home: Path) -> Iterator[Unit]:
     cfg, short = config(STEPS), config(SHORT)
-    # Three seeds of the goal, one seed of each recipe and part, LoRA, blockwise, and then other settings and seeds.
+    # Three seeds of the goal, one seed of each recipe and part, LoRA, blockwise_1d, and then other settings and seeds.
     for seed in range(GOAL_SEEDS):
         yield from goal_forks(home, cfg, seed)
-    yield fork(home, "blockwise-seed-0", cfg, 0, (BLOCKWISE,))
+    yield fork(home, "blockwise_1d-seed-0", cfg, 0, (BLOCKWISE,))
     yield from recipe_forks(home, cfg, 0)
     yield from part_forks(home, short, 0)
     for seed in range(SEEDS):
@@ -179,10 +183,10 @@ def forks(home: Path) -> Iterator[Unit]:
     yield from setting_forks(home, cfg, LOGITS, (0,))
     yield from setting_forks(home, cfg, FAST, (0,))
     yield from part_forks(home, short, 1, CAUSES)
-    yield fork(home, "blockwise-seed-1", cfg, 1, (BLOCKWISE,))
+    yield fork(home, "blockwise_1d-seed-1", cfg, 1, (BLOCKWISE,))
     yield from setting_forks(home, cfg, TILES, range(GOAL_SEEDS))
-    yield fork(home, "blockwise-seed-2", cfg, 2, (BLOCKWISE,))
-    yield fork(home, "blockwise-seed-3", cfg, 3, (BLOCKWISE,))
+    yield fork(home, "blockwise_1d-seed-2", cfg, 2, (BLOCKWISE,))
+    yield fork(home, "blockwise_1d-seed-3", cfg, 3, (BLOCKWISE,))
     yield from peer_forks(home, cfg, 0)
     yield from other_settings(home)
     yield from goal_forks(home, cfg, GOAL_SEEDS)
@@ -228,7 +232,7 @@ def part_forks(home: Path, cfg: Config, seed: int, parts: Iterable[str] = tuple(
         words = PARTS[part]
         name = f"part-{part.replace(' ', '_')}-seed-{seed}"
         if len(words) == 1:
-            yield fork(home, name, cfg, seed, (), ("smollm2_operands", "plant", "blockwise", *words))
+            yield fork(home, name, cfg, seed, (), ("smollm2_operands", "plant", "blockwise_1d", *words))
         else:
             yield fork(home, name, cfg, seed, words)
 
@@ -257,7 +261,7 @@ def gaps(outcomes: Outcomes, name: str, high: str, step: int, side: str = "own")
 
 def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
     # By what is in FP8: the gap as it trains, and of its weights in high precision.
-    named = {"blockwise": "blockwise", **{recipe: recipe for recipe in RECIPES}, "torchao tensorwise": "torchao"}
+    named = {"blockwise_1d": "blockwise_1d", **{recipe: recipe for recipe in RECIPES}, "torchao tensorwise": "torchao"}
     named |= {setting: folder_name(setting) for setting in SETTINGS}
     rows = [
         row(design, what, values, FORK)
@@ -274,16 +278,16 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
     others = (
         (
             f"forks, after {STEPS} steps",
-            "blockwise_2d compared with blockwise, fwd in high precision",
+            "blockwise compared with blockwise_1d, fwd in high precision",
             folder_name(TILES),
             folder_name(GOAL),
             STEPS,
         ),
-        ("forks on instructions", "blockwise", "instructions-blockwise", "instructions-high", 0),
+        ("forks on instructions", "blockwise_1d", "instructions-blockwise_1d", "instructions-high", 0),
         (f"LoRA, after {SHORT} steps", "FP8 base", "lora-fp8", "lora-high", 0),
         (f"LoRA, after {SHORT} steps", "FP8 base, fwd in high precision", "lora-fwd", "lora-high", 0),
-        ("forks, learning rate 2e-5", "blockwise", "slow-blockwise", "slow-high", STEPS),
-        (f"forks, after {LONG} steps", "blockwise", "long-blockwise", "long-high", LONG),
+        ("forks, learning rate 2e-5", "blockwise_1d", "slow-blockwise_1d", "slow-high", STEPS),
+        (f"forks, after {LONG} steps", "blockwise_1d", "long-blockwise_1d", "long-high", LONG),
         (f"forks, after {LONG} steps", "rowwise", "long-rowwise", "long-high", LONG),
     )
     for design, what, name, high, step in others:
@@ -297,7 +301,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
         at = {0: _gap_before(outcomes, BEFORE.get(name, f"equal-{name}"))}
         at |= {step: gaps(outcomes, name, "high", step) for step in (*WATCHED, STEPS)}
         curves[what] = {"steps": [s for s, of in at.items() if of], "gaps": [of for of in at.values() if of]}
-    parts = {"everything": gaps(outcomes, "blockwise", "high", SHORT)} | {
+    parts = {"everything": gaps(outcomes, "blockwise_1d", "high", SHORT)} | {
         part: gaps(outcomes, f"part-{part.replace(' ', '_')}", "high", SHORT) for part in PARTS
     }
     trained = {part: gaps(outcomes, f"part-{part.replace(' ', '_')}", "high", SHORT, "high") for part in PARTS}
@@ -349,7 +353,7 @@ STUDY = Study(
     "smollm2",
     "Does FP8 keep the loss of a pretrained model (SmolLM2-135M), and which part of it costs what?",
     (
-        Design("forks, blockwise", SEEDS, 0.0008, "two seeds of 40 steps, which agreed within 0.16 points", FORK),
+        Design("forks, blockwise_1d", SEEDS, 0.0008, "two seeds of 40 steps, which agreed within 0.16 points", FORK),
         Design("forks, other recipes", 2, 0.0008, "the same", FORK),
         Design(f"forks, {GOAL}", GOAL_SEEDS, 0.0008, "the same", FORK),
         Design(f"forks, {TILES} compared with {GOAL}", GOAL_SEEDS, 0.0001, TWO_FORKS, SAME, both_sides=True),

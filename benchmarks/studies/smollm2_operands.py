@@ -37,7 +37,7 @@ def plant(run: train.Run, recipe: str, what: str) -> None:
 def one_cast() -> fp8.Recipe:
     """Return blockwise with one cast of x, in 128x128 blocks, for fwd and for wgrad. No recipe of Octavo has it: in fwd
     it couples the tokens of a block, also of different sequences, and a server casts each token for itself."""
-    casts = fp8.recipe("blockwise_2d")
+    casts = fp8.recipe("blockwise")
     assert casts.fwd is not None and casts.wgrad is not None
     return replace(casts, fwd=Gemm(casts.wgrad.b, casts.fwd.b))
 

@@ -14,6 +14,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -28,6 +29,8 @@ from unit import Outcome, Unit
 
 from octavo.base import atomic_write
 from octavo.config import Config, load_config_text, override, to_yaml
+from octavo.fp8.arithmetic import CastTable
+from octavo.fp8.planning.file_form import parse_casts
 from octavo.report.trial import exit_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,9 +55,12 @@ def read(home: Path, unit: Unit, archive: Path | None = None) -> Outcome | None:
         return None
     stored = json.loads(file.read_text(encoding="utf-8"))
     config, plant, task = stored.pop("config"), stored.pop("plant"), stored.pop("task", ())
+    casts = stored.pop("casts", None)
     was = _settings(None if config is None else load_config_text(_portable(config, home)), plant, task)
     present = None if unit.cfg is None else load_config_text(_portable(to_yaml(unit.cfg), home))
     now = _settings(present, unit.plant, unit.task)
+    if present is not None:
+        was["casts"], now["casts"] = _casts(present, parse_casts(casts, file)), _casts(present, CastTable())
     if keys := [key for key in now if was.get(key) != now[key]]:
         where = file.parent if file.name == DONE else file
         raise SystemExit(f"{where} was trained with other {', '.join(keys)}; give another --dir, or delete it")
@@ -154,6 +160,12 @@ def _needs(cfg: Config | None) -> list[Path]:
     return [Path(path) for path in (cfg.run.fork, cfg.run.start_from, trained) if path is not None]
 
 
+def _casts(cfg: Config, table: CastTable) -> dict[str, dict[str, str | int]]:
+    """The casts of the recipes that a configuration names; no study lets a plan choose."""
+    named = set(re.findall(r"\b(?:recipe|fwd|dgrad|wgrad): (\w+)", to_yaml(cfg)))
+    return {key: casts for key, casts in table.to_json().items() if key.split()[0] in named}
+
+
 def _settings(cfg: Config | None, plant: Sequence[object], task: Sequence[object]) -> dict[str, Any]:
     """The settings that decide a unit's numbers: all but paths."""
     from octavo.report.trial.reuse import comparable_settings
@@ -214,7 +226,7 @@ def _train_model(folder: Path, unit: Unit, cfg: Config) -> None:
     stored = {
         "name": unit.name, "begins": unit.begins, "losses": losses, "held": judging.held, "more": judging.more,
         "cpu_seconds": round(time.process_time() - began, 1), "failure": failure,
-        "config": to_yaml(cfg), "plant": unit.plant,
+        "config": to_yaml(cfg), "plant": unit.plant, "casts": _casts(cfg, CastTable()),
     }  # fmt: skip
     atomic_write.write_text(folder / DONE, json.dumps(stored) + "\n")
     if not unit.keeps:

@@ -79,8 +79,8 @@ class RecipeSpec:
         return self.native <= (8, 9)
 
 
-_ALONG = (1, 128), (128, 128), (1, 128), (128, 128), (128, 1), (128, 1)
-_TILES = (*_ALONG[:5], (128, 128))
+_TILES = (1, 128), (128, 128), (1, 128), (128, 128), (128, 1), (128, 128)
+_VECTORS = (*_TILES[:5], (128, 1))
 _MX = (1, 32), (1, 32), (1, 32), (32, 1), (32, 1), (32, 1)
 _E4M3, _WITH_HYBRID, _HYBRID = ("e4m3",), ("e4m3", "hybrid"), ("hybrid", "e4m3")
 
@@ -97,12 +97,13 @@ _TABLE = (
         "rowwise", (ROW, ROW, ROW, COLUMN, COLUMN, COLUMN), "pow2", _WITH_HYBRID, rank=2, fastest_on=(8, 12),
         library_names=(("torchao", "rowwise"), ("torchao", "rowwise_with_gw_hp")),
     ),
-    # DeepSeek-V3's recipe, and the default.
+    # The default: DeepSeek-V3's recipe, but x of wgrad in tiles. Each GEMM then multiplies blocks of 1x128 by 128x128,
+    # which is the form that cuBLAS is fastest in.
+    RecipeSpec("blockwise", _TILES, "pow2", _WITH_HYBRID, rank=0, fastest_on=(9,)),
+    # DeepSeek-V3's recipe; `blockwise` up to version 0.5.0.
     RecipeSpec(
-        "blockwise", _ALONG, "pow2", _WITH_HYBRID, rank=0, fastest_on=(9,), library_names=(("Megatron", "blockwise"),)
+        "blockwise_1d", _VECTORS, "pow2", _WITH_HYBRID, rank=5, library_names=(("Megatron", "blockwise"),), variant=True
     ),
-    # Blockwise with x of wgrad in tiles: cuBLAS multiplies 1x128 by 128x128 faster than 1x128 by 1x128.
-    RecipeSpec("blockwise_2d", _TILES, "pow2", _WITH_HYBRID, rank=5, variant=True),
     # OCP MX: blocks along each contraction. A block of 32 does not need the range of E5M2.
     RecipeSpec(
         "mxfp8", _MX, "e8m0", _E4M3, rank=1, native=(10, 0), fastest_on=(10, 11), library_names=(("Megatron", "mxfp8"),)

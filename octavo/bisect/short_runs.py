@@ -21,6 +21,7 @@ from octavo import checkpoint, rl, train
 from octavo.base import atomic_write, safe_read
 from octavo.config import Config
 from octavo.fp8 import ProofError
+from octavo.fp8.arithmetic import CastTable
 from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed_run
 from octavo.report.trial.reuse import comparable_settings
 from octavo.train import TrainError
@@ -133,8 +134,9 @@ class Trials:
 
 
 def run_name(cfg: Config) -> str:
-    """Return a name derived from the settings that determine a configuration's numbers, and its starting point."""
-    text = json.dumps([comparable_settings(cfg), cfg.run.fork], sort_keys=True)
+    """Return a name derived from the settings that determine a configuration's numbers, its starting point, and the
+    casts of this version's recipes."""
+    text = json.dumps([comparable_settings(cfg), cfg.run.fork, CastTable().to_json()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -6,7 +6,7 @@ read where they are used, because those packages are below this one, or must not
 
     octavo.fp8.planning.file          `sisters` in plan files: layers that ran as one GEMM
     octavo.fp8.planning.file_form     plan files without `casts`, also of 0.5.0
-    octavo.fp8.measuring.cases        fields of measurements for such layers
+    octavo.fp8.measuring.cases        fields of measurements for such layers, and `blockwise`, also of 0.5.0
     octavo.fp8.policy.policy          `fuse: auto`; octavo.config.sections.fp8 reads it as off
     octavo.fp8.optim.state_dict       moments in `coat` whose powers are not multiples of 1/16
     octavo.base.encryption            encrypted files of version 1, which are not bound to their names

@@ -35,15 +35,15 @@ LAST = '    RecipeSpec("delayed"'
 
 
 def test_derived_lists_of_recipes() -> None:
-    assert recipe_specs.NAMES == ("tensorwise", "rowwise", "blockwise", "blockwise_2d", "mxfp8", "delayed")
-    assert recipe_specs.RANKED == ("blockwise", "mxfp8", "rowwise", "tensorwise", "delayed", "blockwise_2d")
-    assert (*recipe_specs.CANDIDATES, "delayed", "blockwise_2d") == recipe_specs.RANKED, "variants must be named"
+    assert recipe_specs.NAMES == ("tensorwise", "rowwise", "blockwise", "blockwise_1d", "mxfp8", "delayed")
+    assert recipe_specs.RANKED == ("blockwise", "mxfp8", "rowwise", "tensorwise", "delayed", "blockwise_1d")
+    assert (*recipe_specs.CANDIDATES, "delayed", "blockwise_1d") == recipe_specs.RANKED, "variants must be named"
     assert (*recipe_specs.CURRENT_SCALING, "delayed") == recipe_specs.NAMES
     assert recipe_specs.PER_TOKEN == ("rowwise", "blockwise", "mxfp8")
     assert recipe_specs.COARSE_TO_FINE == ("tensorwise", "rowwise", "blockwise")
     assert dict(recipe_specs.RECIPES_OF_KIND) == {
         "row": ("rowwise",),
-        "block": ("blockwise", "blockwise_2d"),
+        "block": ("blockwise", "blockwise_1d"),
         "tensor": ("tensorwise", "delayed"),
     }
     on = {major: recipe_specs.fastest_on(major) for major in (8, 9, 10, 11, 12, 13)}

@@ -214,8 +214,8 @@ def test_share_of_the_bandwidth_bound() -> None:
     assert Result("some GPU", False).bandwidth_share(row) is None
 
 
-def test_wgrad_is_also_timed_with_square_blocks_of_x() -> None:
-    name = "blockwise_2d reference"
+def test_wgrad_is_also_timed_with_vectors_of_x() -> None:
+    name = "blockwise_1d reference"
     result = bench.run(["gemm"], session("fp32", "blockwise reference", name, cases="small"))
     assert [r.case.split()[1] for r in result.rows if r.candidate == name] == ["wgrad"]
 

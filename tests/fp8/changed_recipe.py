@@ -11,7 +11,7 @@ from octavo.base.recipe_specs import SPECS
 from octavo.fp8.arithmetic import recipe as recipes
 
 
-def change_recipe(patch: pytest.MonkeyPatch, name: str = "blockwise", like: str = "blockwise_2d") -> None:
+def change_recipe(patch: pytest.MonkeyPatch, name: str = "blockwise", like: str = "blockwise_1d") -> None:
     """Give a name the casts of another recipe, for as long as ``patch`` holds."""
     changed = replace(SPECS[name], blocks=SPECS[like].blocks, scale=SPECS[like].scale)
     patch.setattr(recipes, "SPECS", MappingProxyType({**SPECS, name: changed}))

@@ -38,8 +38,9 @@ VALUES = {
     "train.recompute.foundation=full train.global_batch=24 train.micro_batch=4 train.schedule=linear",
     "llm_foundry_mpt.yaml": "model.init=random train.phase=pretrain train.steps=3000 train.min_lr=0.0001 "
     "optimizer.weight_decay=0.02 train.clip=0.5 run.eval_every=500",
-    "loongforge.yaml": "fp8.foundation.recipe=blockwise fp8.foundation.param=True fp8.image_encoder.recipe=tensorwise "
-    "fp8.recipe=off model.freeze=('image_encoder',) parallel.expert=4 train.warmup=40 train.clip=0.7 data.on_long=drop",
+    "loongforge.yaml": "fp8.foundation.recipe=blockwise_1d fp8.foundation.param=True "
+    "fp8.image_encoder.recipe=tensorwise fp8.recipe=off model.freeze=('image_encoder',) parallel.expert=4 "
+    "train.warmup=40 train.clip=0.7 data.on_long=drop",
     "mindspeed.yaml": "parallel.context=4 parallel.ulysses=2 train.loss=token fp8.foundation.recipe=mxfp8 "
     "fp8.recipe=off "
     "fp8.foundation.param=True run.save_states=False model.freeze=('image_encoder','image_projector') train.clip=0.0",
@@ -343,7 +344,7 @@ def test_loongforge_yaml_overrides_flags(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(flags)
     made = translate([tmp_path / "a.sh", THEIRS / "loongforge.yaml"], tmp_path / "out.yaml", root=tmp_path)
     cfg = load_config_text(made.content, base=tmp_path)
-    assert cfg.fp8.recipe == "delayed" and cfg.fp8.foundation.recipe == "blockwise"
+    assert cfg.fp8.recipe == "delayed" and cfg.fp8.foundation.recipe == "blockwise_1d"
     assert cfg.fp8.image_projector.recipe == "off"  # built outside any FP8 context there
 
 

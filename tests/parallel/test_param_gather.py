@@ -356,7 +356,7 @@ def test_ranks(size: int, recipes: tuple[str, ...], steps: bool) -> None:
         # One byte a parameter and cast, and the scales: fp32 a row and a column (short ones here), a byte of 32.
         most = {
             "blockwise": 1.01,
-            "blockwise_2d": 1.01,
+            "blockwise_1d": 1.01,
             "tensorwise": 1.01,
             "delayed": 1.01,
             "rowwise": 2.4,

@@ -119,6 +119,20 @@ def test_changed_configuration_is_rejected_or_retrained(cfg, tmp_path: Path, tra
     assert len(trained) == 8 and (tmp_path / "mine.txt").is_file()
 
 
+def test_runs_with_casts_of_another_version_are_not_mixed(cfg, tmp_path: Path, trained, undrawn) -> None:
+    compare(cfg, None, tmp_path)
+    file = tmp_path / "arms" / "fp8-blockwise" / "plan.json"
+    lines = [{"match": "**", "recipe": "blockwise", "format": "hybrid", "dgrad": "tensorwise"}]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "layers": lines}))  # as of 0.5.0, without casts
+    trained.clear()
+    compare(cfg, None, tmp_path)
+    with pytest.raises(ReportError, match=r"other casts.*blockwise \(hybrid\): wgrad x .* 128x1 .*--fresh"):
+        compare(cfg, ["blockwise", "rowwise"], tmp_path)
+    assert trained == []
+    compare(cfg, ["blockwise", "rowwise"], tmp_path, fresh=True)
+    assert len(trained) == 12
+
+
 def test_tracking_settings_do_not_change_the_trial(cfg, tmp_path: Path, trained, undrawn) -> None:
     compare(cfg, None, tmp_path)
     trained.clear()

@@ -90,14 +90,23 @@ def test_new_run_and_fork_have_the_casts_of_the_version(make, before: Before, mo
     assert casts_of(fork.dir / "plan.json") == casts_of(new.dir / "plan.json")
 
 
-def test_plan_without_casts_gets_those_of_this_version(before: Before) -> None:
-    """As of a run of 0.5.0: the next version then resumes it with the same casts."""
-    file = Path(before.stopped.run.dir) / "plan.json"
+def test_run_of_0_5_0_keeps_its_casts(make, monkeypatch) -> None:
+    """Its plan.json has no casts; the first resume writes them."""
+    with monkeypatch.context() as version:
+        change_recipe(version, "blockwise", "blockwise_1d")
+        whole = train.run(make(*OVER, dir="whole"))
+        stopped = make(*OVER, dir="stopped")
+        train.run(stopped, callbacks=[at(1, signal.SIGTERM)])
+    file = Path(stopped.run.dir) / "plan.json"
     written = json.loads(file.read_text())
     casts = written.pop("casts")
     file.write_text(json.dumps(written))
-    train.run(override(before.stopped, ["run.resume=auto"]), callbacks=[at(3, signal.SIGTERM)])
-    assert json.loads(file.read_text()) == {**written, "casts": casts}
+    change = "blockwise (e4m3): wgrad x e4m3 128x1 pow2 (now e4m3 128x128 pow2)"
+    resumed, text = said(override(stopped, ["run.resume=auto"]))
+    assert f"note: plan.json keeps the casts that it was saved with: {change}" in text
+    assert resumed.losses() == whole.losses()  # most codes of both forms are equal: see the casts, too
+    assert casts_of(file) == casts["blockwise e4m3"]
+    assert {**json.loads(file.read_text()), "casts": 0} == {**written, "casts": 0}
 
 
 @pytest.mark.long

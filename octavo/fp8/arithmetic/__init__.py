@@ -16,10 +16,10 @@ from octavo.fp8.arithmetic.master import split as split_master
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
 from octavo.fp8.arithmetic.moments import decode as decode_moments
 from octavo.fp8.arithmetic.philox import blocks as random_blocks
-from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, Recipe
+from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, CastTable, Recipe
 
 __all__ = [
-    "CastSpec", "E4M3", "GEMMS", "GROUP", "LAYOUT", "NAN_CODE", "Quantized", "RECIPES", "Recipe", "decode",
+    "CastSpec", "CastTable", "E4M3", "GEMMS", "GROUP", "LAYOUT", "NAN_CODE", "Quantized", "RECIPES", "Recipe", "decode",
     "decode_moments", "dequantize", "join_master", "layout", "quantize", "quantize_with_scale", "random_blocks",
     "scale_fp32", "scale_from_amax", "split_master",
 ]  # fmt: skip

@@ -3,16 +3,16 @@
 DeepGEMM is built from source (github.com/deepseek-ai/DeepGEMM, 2.0 or later). It has GEMMs but no casts. Its operands
 have the layout of :mod:`octavo.fp8.kernels.layout`. It is used for these products, all in E4M3::
 
-    fwd, dgrad            1x128 by 128x128                fp8_gemm_nt, recipe (1, 128, 128), BF16 out
-    wgrad in fp32         1x128 by 1x128                  fp8_gemm_nt, recipe (1, 1, 128), added to fp32
-    grouped fwd, dgrad    the same, by tile of an expert  m_grouped_fp8_gemm_nt_contiguous, BF16 out
+    blockwise             1x128 by 128x128                fp8_gemm_nt, recipe (1, 128, 128), BF16 out
+    wgrad, blockwise_1d   1x128 by 1x128                  fp8_gemm_nt, recipe (1, 1, 128), added to fp32
+    grouped fwd, dgrad    1x128 by 128x128 of an expert   m_grouped_fp8_gemm_nt_contiguous, BF16 out
 
 The first form writes only BF16. A product with another output dtype, or with a bias, uses the second form, with the
 scales of the 128x128 blocks repeated. Grouped products have no second form; if the call requests another output dtype
 or a bias, Triton computes them, which supports the same GPUs and operands. torch, or Triton if torch has no kernel,
-computes a wgrad in 16 bits: DeepGEMM would add it to zeros in fp32 and then cast, which moves 18 bytes per weight
-instead of 2. A grouped wgrad needs the number of rows of each expert on the host, and every step would wait for the
-device; other backends compute it.
+computes a wgrad of the second form in 16 bits: DeepGEMM would add it to zeros in fp32 and then cast, which moves 18
+bytes per weight instead of 2. A grouped wgrad needs the number of rows of each expert on the host, and every step would
+wait for the device; other backends compute it.
 (Rules: csrc/apis/gemm.hpp and layout.hpp.)
 """
 
@@ -80,25 +80,29 @@ class DeepGemmBackend(GemmOnlyBackend):
         if not (rows and cols and a_q.data.shape[a_dim]):
             empty = a_q.scale.new_zeros(rows, cols, dtype=out_dtype)
             return empty if bias is None else empty + bias.to(out_dtype)
-        if op == "wgrad" and out_dtype is not torch.float32:
-            # DeepGEMM's wgrad adds to fp32: see the top of this file.
-            why_not = get("torch").supports(op, recipe("blockwise"), a_q.data.device, None)
+        squares = b_q.spec.block == (128, 128)
+        if op == "wgrad" and not squares and out_dtype is not torch.float32:
+            # DeepGEMM's second form adds to fp32: see the top of this file.
+            why_not = get("torch").supports(op, recipe("blockwise_1d"), a_q.data.device, None)
             return get("torch" if why_not is None else "triton").gemm_wgrad(a_q, b_q, out_dtype)
         a, b = k_major(a_q, a_dim, self.copy_to_layout), k_major(b_q, b_dim, self.copy_to_layout)
         shape = (a.codes.shape[0], b.codes.shape[0])
-        squares = b_q.spec.block == (128, 128)
+        # DeepGEMM compiles a kernel for each value of these sizes. Weights have few; the number of tokens, k in wgrad,
+        # changes from step to step.
+        fixed = "mn" if op == "wgrad" else "nk"
         if squares and bias is None and out_dtype is torch.bfloat16:
             out = torch.empty(shape, dtype=out_dtype, device=a.codes.device)
             _import_deep_gemm().fp8_gemm_nt(
-                (a.codes, padded_scales(a)), (b.codes, b.scale.contiguous()), out, recipe=RECIPE_BLOCK_WEIGHTS
+                (a.codes, padded_scales(a)),
+                (b.codes, b.scale.contiguous()),
+                out,
+                recipe=RECIPE_BLOCK_WEIGHTS,
+                compiled_dims=fixed,
             )
             return out[:rows, :cols].contiguous()
         # This form adds to its output, so that the output begins with zeros.
         out = torch.zeros(shape, dtype=torch.float32, device=a.codes.device)
         scale_b = _repeat_block_scales(b) if squares else padded_scales(b)
-        # DeepGEMM compiles a kernel for each value of these sizes. Weights have few; the number of tokens, k in wgrad,
-        # changes from step to step.
-        fixed = "mn" if op == "wgrad" else "nk"
         _import_deep_gemm().fp8_gemm_nt(
             (a.codes, padded_scales(a)), (b.codes, scale_b), out, c=out, recipe=RECIPE_ROW_BLOCKS, compiled_dims=fixed
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
@@ -18,6 +19,8 @@ from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.policy.topology import Row
 
+FORMAT = 2
+"""Of measurements in a file."""
 HIGH = "high precision"
 
 _PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -105,7 +108,7 @@ class Measurements:
         return f"Measurements({len(self.cases)} cases on {self.machine.gpu}, torch {self.machine.torch})"
 
     def to_json(self) -> dict[str, object]:
-        """Return JSON types for :meth:`from_json`, which also reads measurements of version 0.4.0."""
+        """Return JSON types for :meth:`from_json`."""
         return {
             "machine": self.machine.to_json(),
             "cases": [
@@ -115,11 +118,16 @@ class Measurements:
         }
 
     @classmethod
-    def from_json(cls, document: Mapping[str, object]) -> Measurements:
+    def from_json(cls, document: Mapping[str, object], version: int = FORMAT) -> Measurements:
+        """Return measurements that :meth:`to_json` wrote in format ``version``: 1 up to Octavo 0.5.0, or 2."""
         content = cast(Mapping[str, Any], document)  # of a file: MeasurementCache reports what does not fit
+        rename = _rename_old_recipe if version == 1 else str
         cases = {
             Case(**_drop_fields(item["case"], "outputs", "biases")): Measured(
-                {name: _read_entry(_drop_fields(entry, "layout")) for name, entry in item["entries"].items()}
+                {
+                    rename(name): _read_entry({**_drop_fields(entry, "layout"), "recipe": rename(entry["recipe"])})
+                    for name, entry in item["entries"].items()
+                }
             )
             for item in content["cases"]
             if item["case"]["kind"] != "sisters"
@@ -134,6 +142,12 @@ def _read_entry(fields_read: Mapping[str, Any]) -> Entry:
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} is {value!r:.60}, expected a time")
     return Entry(**fields_read)
+
+
+def _rename_old_recipe(text: str) -> str:
+    """Rename ``blockwise`` of version 0.5.0, as a recipe or as the precision of a GEMM, to today's name of its
+    casts."""
+    return re.sub(r"\bblockwise\b", "blockwise_1d", text)
 
 
 def _drop_fields(fields_read: Mapping[str, Any], *names: str) -> dict[str, Any]:

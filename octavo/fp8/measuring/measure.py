@@ -19,12 +19,20 @@ from octavo.base import accelerator, atomic_write, safe_read
 from octavo.base.recipe_specs import RANKED
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.bench import Timer, measure_case, measure_time
-from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, list_candidates, make_cases
+from octavo.fp8.measuring.cases import (
+    FORMAT,
+    HIGH,
+    Case,
+    Measured,
+    MeasureError,
+    Measurements,
+    list_candidates,
+    make_cases,
+)
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.policy.decisions import decide_layers, device_of
 from octavo.fp8.policy.policy import Policy
 
-_FORMAT = 1
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, what is measured now)
 
 
@@ -52,7 +60,7 @@ class MeasurementCache:
             all_measurements.append(here)
         here.cases[case] = measured
         text = json.dumps(
-            {"octavo_measurements": _FORMAT, "machines": [m.to_json() for m in all_measurements]}, indent=1
+            {"octavo_measurements": FORMAT, "machines": [m.to_json() for m in all_measurements]}, indent=1
         )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write.write_text(self.path, text + "\n", shared=True)
@@ -62,9 +70,9 @@ class MeasurementCache:
             return []
         try:
             document = safe_read.read_json(self.path)
-            if document["octavo_measurements"] != _FORMAT:
-                raise ValueError(f"it has format {document['octavo_measurements']}, this version writes {_FORMAT}")
-            return [Measurements.from_json(m) for m in document["machines"]]
+            if (version := document["octavo_measurements"]) not in (1, FORMAT):
+                raise ValueError(f"it has format {version}, this version writes {FORMAT}")
+            return [Measurements.from_json(m, version) for m in document["machines"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MeasureError(
                 f"{self.path} holds no measurements of this version of Octavo ({type(error).__name__}: "

@@ -3,7 +3,7 @@
 from octavo.fp8.planning.apply import Fusion, unfuse
 from octavo.fp8.planning.checks import collect_kernel_checks
 from octavo.fp8.planning.exchange import required_casts
-from octavo.fp8.planning.file import changed_casts, document
+from octavo.fp8.planning.file import changed_casts, document, outdated_casts
 from octavo.fp8.planning.modules import components_saving_fp8, plan_blocks
 from octavo.fp8.planning.plan import Schedule, Span
 from octavo.fp8.planning.table import lines, totals
@@ -17,6 +17,7 @@ __all__ = [
     "document",
     "collect_kernel_checks",
     "lines",
+    "outdated_casts",
     "required_casts",
     "components_saving_fp8",
     "totals",

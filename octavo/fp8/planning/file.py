@@ -12,7 +12,7 @@ to let the registry choose; ``why`` and ``ms`` are remarks.
 
 ``casts`` has the casts of every recipe when the plan was made (:class:`~octavo.fp8.arithmetic.recipe.CastTable`), and
 the words of the lines, edited or not, have these casts: a later version, in which a recipe has other casts, loads the
-same plan and notes the difference. In files up to 0.5.0, which have no ``casts``, words have the casts of the version.
+same plan and notes the difference. In files up to 0.5.0, which have no ``casts``, words have the casts of 0.5.0.
 
 ``fuse_blocks`` is ``fuse`` of the policy. ``activations`` (bf16 or fp8) and ``param`` (true or false) have the setting
 of the whole model under "" and the settings of components that differ. ``weight_codes`` is keep, recast or both.
@@ -35,7 +35,7 @@ from torch import nn
 from octavo.base import atomic_write
 from octavo.base.recipe_specs import FORMATS, NAMES, join_words
 from octavo.base.safe_read import printable
-from octavo.fp8.arithmetic.recipe import CastTable
+from octavo.fp8.arithmetic.recipe import GEMMS, CastTable
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.decide import plan
 from octavo.fp8.planning.file_form import FORMAT, make_lines, parse_casts, parse_lines, read_document
@@ -44,6 +44,9 @@ from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
 from octavo.fp8.policy.topology import Row, describe_layers
+
+Document = Mapping[str, Any]
+"""The contents of a plan file."""
 
 HELP = (
     "Edit only layers. A line sets the recipe of the layers whose names match; later lines override earlier ones.",
@@ -166,16 +169,28 @@ def load_plan(
     return replace(planned, rows=tuple(rows), notes=(*planned.notes, *changes), changes=tuple(changes))
 
 
-def changed_casts(saved: Mapping[str, Any], schedule: Schedule) -> list[str]:
-    """Return a phrase for each recipe that a schedule uses with other casts than a saved plan (its :func:`document`)
-    does."""
+def changed_casts(saved: Document, path: Path, schedule: Schedule) -> list[str]:
+    """Return a phrase for each recipe that a schedule uses with other casts than a saved plan does: a
+    :func:`document`, of the file ``path``. Raises PlanError if its casts are damaged."""
     names = {line["recipe"] for line in saved.get("layers", ())}
     recipes = [row.recipe for planned in schedule.plans for row in planned.rows if row.recipe is not None]
-    before, now = CastTable.from_json(saved.get("casts") or {}), schedule.main.policy.casts
+    before, now = parse_casts(saved.get("casts"), path), schedule.main.policy.casts
     return before.describe_changes(now, [now.words(r) for r in recipes if r.name in names])
 
 
-def _read_policy(fields: Mapping[str, Any], path: Path, text: str, other_machine: bool, backend: str) -> Policy:
+def outdated_casts(saved: Document, path: Path) -> list[str]:
+    """Return a phrase for each recipe in a saved plan, as :func:`changed_casts` takes it, that has other casts in this
+    version. Raises PlanError if its casts are damaged."""
+    before = parse_casts(saved.get("casts"), path)
+    recipes = [
+        before.recipe(line["recipe"], line.get("format"), *(line.get(gemm, "fp8") for gemm in GEMMS))
+        for line in saved.get("layers", ())
+        if line["recipe"] in NAMES
+    ]
+    return before.describe_changes(CastTable(), map(before.words, recipes))
+
+
+def _read_policy(fields: Document, path: Path, text: str, other_machine: bool, backend: str) -> Policy:
     """Return the policy of a file; with ``other_machine`` its backends are replaced by ``backend``."""
     activations, param = (dict(fields.get(setting) or {}) for setting in ("activations", "param"))
     return Policy(
@@ -193,7 +208,7 @@ def _read_policy(fields: Mapping[str, Any], path: Path, text: str, other_machine
     )
 
 
-def _notes_on_old_fusion(name: str, fields: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+def _notes_on_old_fusion(name: str, fields: Document, plan: Plan) -> Iterator[str]:
     """Yield notes on layers of the plan file ``name`` that version 0.4.0 ran as one GEMM."""
     layers = [row.name.removesuffix(".base_layer").rpartition(".") for row in plan.rows]
     fused: list[str] = []

@@ -226,17 +226,26 @@ def _parse_line(item: Any, place: str, backends: bool) -> Line:
     return line
 
 
+#: Files up to version 0.5.0 have no casts. Every recipe of that version still has the same casts, except this one.
+_CASTS_OF_0_5_0 = {
+    f"blockwise {form}": {
+        "fwd": "e4m3 1x128 pow2 @ e4m3 128x128 pow2",
+        "dgrad": f"{dy} 1x128 pow2 @ e4m3 128x128 pow2",
+        "wgrad": f"{dy} 128x1 pow2 @ e4m3 128x1 pow2",
+    }
+    for form, dy in (("e4m3", "e4m3"), ("hybrid", "e5m2"))
+}
+
+
 def parse_casts(table: object, path: Path) -> CastTable:
-    """Return the casts of recipe names in a file, ``path``. Files up to version 0.5.0 have none: their names have the
-    casts of this version, which are the same. Raises PlanError for a damaged table."""
-    if table is None:
-        return CastTable()
+    """Return the casts of recipe names in a file, ``path``; without a table, the casts of version 0.5.0. Raises
+    PlanError for a damaged table."""
     try:
-        return CastTable.from_json(table)
+        return CastTable.from_json(_CASTS_OF_0_5_0 if table is None else table)
     except RecipeError as error:
         raise PlanError(
             f"{path}: 'casts' {safe_read.printable(error).removesuffix('.')}. Restore it; without 'casts' recipes have "
-            "the casts of this version."
+            "the casts of version 0.5.0."
         ) from None
 
 

@@ -323,7 +323,9 @@ def _translate_fp8(draft: Draft, u: PrefixedDraft, lora: bool) -> None:
             draft.set(f"fp8.{component}.recipe", "off", at("fp8"))
         elif on or (global_recipe and recipe):
             has_fp8 = True
-            draft.set(f"fp8.{component}.recipe", recipe or global_recipe or "delayed", at("fp8_recipe"), at("fp8"))
+            chosen = recipe or global_recipe or "delayed"
+            why = megatron.WHY_RECIPE.get(chosen, "")
+            draft.set(f"fp8.{component}.recipe", chosen, at("fp8_recipe"), at("fp8"), why=why)
             if form in ("e4m3", "hybrid"):
                 draft.set(f"fp8.{component}.format", form, at("fp8"))
         elif not global_recipe:

@@ -35,7 +35,7 @@ from octavo.report.evidence.trial_claims import (
 )
 from octavo.report.evidence.trial_spec import Run
 from octavo.report.trial import factorial_cells, held_out, runs
-from octavo.report.trial.reuse import check_reusable, read_finished
+from octavo.report.trial.reuse import check_reusable, check_same_casts, read_finished
 
 # Assumed spreads where no earlier run shows them, as shares; docs/trials.md lists them with their sources.
 PAIR_SPREAD = 0.0017  # mean losses of FP8 and high precision, pairs of seeds: docs/studies.md, pretraining, four pairs
@@ -135,6 +135,8 @@ def design(
         planned, left_out = runs.make_runs(cfg, recipes, directory, savings, forks, seeds), ()
     for run in [] if fresh else planned:  # refuse before the first run takes minutes
         check_reusable(run)
+    if not fresh:
+        check_same_casts(planned)
     no_forks = "" if not forks else _why_no_forks(planned, fresh)
     if no_forks:
         planned, forks = [run for run in planned if run.kind != "fork"], 0

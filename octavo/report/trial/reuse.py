@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,23 @@ def check_reusable(run: Run) -> None:
             f"{directory} was trained with another configuration: {shown}. Choose another directory, or train the runs "
             "again with --fresh"
         )
+
+
+def check_same_casts(runs: Sequence[Run]) -> None:
+    """Raise ``ReportError`` if runs were trained by a version in which their recipes have other casts, and others are
+    left to train: those would have the casts of this version."""
+    from octavo.fp8.planning import outdated_casts
+
+    plans = [Path(run.cfg.run.dir) / "plan.json" for run in runs]
+    begun = [file for file in plans if file.is_file()]  # also if it must continue: with the casts of its plan
+    if all(file in begun or read_finished(run) is not None for run, file in zip(runs, plans, strict=True)):
+        return
+    for file in begun:
+        if changes := outdated_casts(safe_read.read_json(file, ReportError), file):
+            raise ReportError(
+                f"{file.parent} was trained with other casts, and runs that are left to train would not be comparable: "
+                f"{'; '.join(changes)}. Choose another directory, or train the runs again with --fresh"
+            )
 
 
 def check_same_files(cfg: Config, directory: Path) -> None:

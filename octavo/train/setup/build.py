@@ -186,8 +186,10 @@ def _plan_run(
     plan = precision_schedule.plan_at(max(1, start.step))  # in effect at the last completed step
     _note_image_backend(counters, processor, log)
     # A fork is a new run: its configuration names its recipes, with the casts of this version.
-    if start.forked and (changes := changed_casts(counters.get("plan") or {}, schedule)):
-        log(f"note: recipes of this fork have other casts than the run that it continues: {'; '.join(changes)}")
+    if start.checkpoint is not None and start.forked:
+        changes = changed_casts(counters.get("plan") or {}, start.checkpoint, schedule)
+        if changes:
+            log(f"note: recipes of this fork have other casts than the run that it continues: {'; '.join(changes)}")
     kernels = attention_kernel.decide(cfg, world, counters.get("attention"))
     notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
     # A collective, so that no rank continues before the file is written: each quantizes a reference model

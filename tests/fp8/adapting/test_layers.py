@@ -272,8 +272,9 @@ def test_high_precision_gemm_is_tried_in_recipe_below() -> None:
     assert set(found["up", "fwd"]) == {2} and {f.name for f in found["up", "wgrad"][2]} >= {"cosine", "sqnr"}
     _, said = decide(10, places, found, ladder, gemm_costs(plan), Limits(patience=1, budget=1.0))
     back = {(d.layer, d.gemm) for d in said if d.kind == "returns"}
-    assert ("up", "wgrad") in back  # 128 x 1 holds the outlier's column alone, and 1 x 128 all columns of a row
-    assert ("up", "fwd") not in back
+    assert ("down", "wgrad") in back
+    # Blocks of x have 128 columns in both.
+    assert ("up", "fwd") not in back and ("up", "wgrad") not in back
 
 
 def test_outlier_moves_only_affected_gemms() -> None:

@@ -41,8 +41,8 @@ def test_name_keeps_its_casts_if_a_later_version_changes_them(monkeypatch: pytes
     assert later.gemm_precisions(before[0]) == dict.fromkeys(("fwd", "dgrad", "wgrad"), "fp8")
     assert later.gemm_precisions(lent)["wgrad"] == "blockwise"
     assert later.describe_changes(CastTable(), map(later.words, (*before, recipe("rowwise")))) == [
-        "blockwise (e4m3): wgrad x e4m3 128x1 pow2 (now e4m3 128x128 pow2)",
-        "blockwise (hybrid): wgrad x e4m3 128x1 pow2 (now e4m3 128x128 pow2)",
+        "blockwise (e4m3): wgrad x e4m3 128x128 pow2 (now e4m3 128x1 pow2)",
+        "blockwise (hybrid): wgrad x e4m3 128x128 pow2 (now e4m3 128x1 pow2)",
     ]
     assert later.to_json() == table
 

@@ -98,7 +98,7 @@ def lowered(m, x):
         return m(x)
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_2d", "rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_1d", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast", "autocast of bf16"])
 def test_layers_reuse_codes_of_norm(recipe, dtype, monkeypatch):
     """The codes equal a cast of the same y bit for bit."""

@@ -82,7 +82,7 @@ def test_codes_in_layout_are_packed_without_copy(spec, contract):
 def test_key_has_only_backends_and_casts():
     a, b = (LayerGemms(name, named("blockwise"), select_backends(named("blockwise"), CPU)) for name in ("a", "b"))
     ran = f"reference@{layout.REVISION}"
-    square, tall = "e4m3,1,128,pow2;e4m3,128,128,pow2", "e4m3,128,1,pow2;e4m3,128,1,pow2"
+    square, tall = "e4m3,1,128,pow2;e4m3,128,128,pow2", "e4m3,128,1,pow2;e4m3,128,128,pow2"
     assert a.key == b.key == f"{ran}:{square}|{ran}:{square}|{ran}:{tall}"
     parts = graph_arguments.parse_key(key_of(named("rowwise", dgrad="bf16", format="hybrid")))
     assert parts.dgrad == "" and parts.operand("dgrad", 0) == ""

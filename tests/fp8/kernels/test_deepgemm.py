@@ -20,6 +20,7 @@ from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import deepgemm_backend, registry
 from octavo.fp8.kernels.groups import TILE, Routing, group_rows
+from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.metrics import calc_diff
 
 BACKEND, REFERENCE = registry.get("deepgemm"), registry.get("reference")
@@ -107,7 +108,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     yield calls
 
 
-def operands(op: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
+def operands(op: str, m: int, n: int, k: int, name: str = "blockwise") -> tuple[Quantized, Quantized]:
     generator = torch.Generator().manual_seed(m + n + k)
 
     def spread(rows: int, cols: int) -> Tensor:
@@ -115,26 +116,26 @@ def operands(op: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
         return torch.randn(rows, cols, generator=generator) * torch.exp2(steps[0])[:, None] * torch.exp2(steps[1])
 
     sides = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[op]
-    gemm = recipe("blockwise").gemm(op)
+    gemm = recipe(name).gemm(op)
     return cast.quantize(spread(*sides[0]), gemm.a), cast.quantize(spread(*sides[1]), gemm.b)
 
 
 @pytest.mark.parametrize("m, n, k", ((1, 12, 20), (33, 171, 150), (130, 256, 384), (17, 300, 640)))
-@pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
-def test_gemms_equal_the_reference(library: list[object], op: str, m: int, n: int, k: int) -> None:
-    a_q, b_q = operands(op, m, n, k)
+@pytest.mark.parametrize("op, name", [*((op, "blockwise") for op in CONTRACTED), ("wgrad", "blockwise_1d")])
+def test_gemms_equal_the_reference(library: list[object], op: str, name: str, m: int, n: int, k: int) -> None:
+    a_q, b_q = operands(op, m, n, k, name)
     right = getattr(REFERENCE, f"gemm_{op}")(a_q, b_q, torch.float32)
     for dtype, bound in ((torch.float32, 1e-10), (torch.bfloat16, 3e-6)):
         y = getattr(BACKEND, f"gemm_{op}")(a_q, b_q, dtype)
         assert y.shape == right.shape and y.dtype is dtype and y.is_contiguous()
         assert calc_diff(y, right) < bound
     # The number of tokens is compiled into no kernel.
-    forward = [((1, 1, 128), "nk"), ((1, 128, 128), "nk")]
-    assert library == ([((1, 1, 128), "mn")] if op == "wgrad" else forward)
+    fixed = "mn" if op == "wgrad" else "nk"
+    assert library == [((1, 1, 128), fixed), ((1, 128, 128), fixed)][: 1 + (name == "blockwise")]
 
 
-def test_wgrad_in_16_bits_uses_other_backend(library: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    dy_q, x_q = operands("wgrad", 33, 48, 64)
+def test_wgrad_of_vectors_in_16_bits_uses_other_backend(library: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    dy_q, x_q = operands("wgrad", 33, 48, 64, "blockwise_1d")
     requested: list[str] = []
     for name in ("torch", "triton"):
         monkeypatch.setattr(

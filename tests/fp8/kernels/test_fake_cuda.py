@@ -94,7 +94,7 @@ def test_any_number_of_tokens(m: int) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_reference_casts_are_converted(name: str, op: str) -> None:
     # Torch's description of its product, unlike the product, takes no part of a 128x128 block among the columns.
-    whole = op == "dgrad" or (name, op) == ("blockwise_2d", "wgrad")
+    whole = op == "dgrad" or (name, op) == ("blockwise", "wgrad")
     for m, n, k in ((17, 384, 128), (33, 256, 128 if whole else 171)):
         ask(tb.make_product(op, *operands(name, op, m, n, k, plain=True)))
 

@@ -189,9 +189,9 @@ def test_block_gemms_never_use_fast_accumulation(op: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("shape", [(256, 384, 512), (300, 200, 272)], ids=str)
 def test_tiles_of_x_give_wgrad_the_form_of_fwd(shape: tuple[int, int, int]) -> None:
-    """Codes and scales of `blockwise_2d`'s wgrad have the layout of a forward that an H200 ran."""
+    """Codes and scales of `blockwise`'s wgrad have the layout of a forward that an H200 ran."""
     m, n, k = shape
-    wgrad = tb.make_product("wgrad", *operands("blockwise_2d", "wgrad", m, n, k))
+    wgrad = tb.make_product("wgrad", *operands("blockwise", "wgrad", m, n, k))
     fwd = tb.make_product("fwd", *operands("blockwise", "fwd", n, k, m))  # dy^T [N, M] times x [M, K]
     assert wgrad.kind == fwd.kind == "block"
     assert [(t.shape, t.stride()) for t in wgrad[1:]] == [(t.shape, t.stride()) for t in fwd[1:]]
@@ -274,7 +274,7 @@ def test_support_on_cpu() -> None:
     assert BACKEND.supports("fwd", recipe("blockwise"), CPU, None) == (
         "torch has no blocks of 1x128 by 128x128 on the CPU"
     )
-    assert "1x128 by 1x128" in BACKEND.supports("wgrad", recipe("blockwise"), CPU, None)
+    assert "1x128 by 1x128" in BACKEND.supports("wgrad", recipe("blockwise_1d"), CPU, None)
     assert "e8m0" in BACKEND.supports("dgrad", recipe("mxfp8"), CPU, None)
     assert "only for two matrices in E4M3" in BACKEND.supports("dgrad", recipe("blockwise", "hybrid"), CPU, None)
     assert "it has no casts" in BACKEND.supports("quantize", CastSpec(), CPU, None)
@@ -323,7 +323,8 @@ def test_scaling_kind() -> None:
     for name, kinds in {
         "tensorwise": ("tensor",) * 3,
         "rowwise": ("row",) * 3,
-        "blockwise": ("block", "block", "line"),
+        "blockwise": ("block",) * 3,
+        "blockwise_1d": ("block", "block", "line"),
         "mxfp8": ("mx",) * 3,
     }.items():
         gemms = [recipe(name).gemm(op) for op in CONTRACTED]

@@ -98,7 +98,7 @@ FORMS = [
     for j, which in enumerate(DIMS)
     for gpu in ((POINTERS, DESCRIPTORS) if title == "blockwise" else ((POINTERS, DESCRIPTORS)[(i + j) % 2],))
     if (title, which) != ("blockwise hybrid", "fwd")
-] + [pytest.param("blockwise_2d", "wgrad", gpu, id=f"blockwise_2d-wgrad-sm{gpu.sm}") for gpu in (POINTERS, DESCRIPTORS)]
+] + [pytest.param("blockwise_1d", "wgrad", gpu, id=f"blockwise_1d-wgrad-sm{gpu.sm}") for gpu in (POINTERS, DESCRIPTORS)]
 
 
 @pytest.mark.parametrize(("title", "which", "gpu"), FORMS)

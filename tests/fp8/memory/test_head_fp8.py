@@ -40,7 +40,7 @@ def results(model: nn.Module, chunk: int | None, seed: int = 0) -> list[Tensor]:
     return [each.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_2d", "rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_1d", "rowwise", "tensorwise", "mxfp8"])
 def test_losses_and_gradients_match_logits(recipe):
     """But for scales that a chunk has of its own, and codes that flip where dy differs in its last bit."""
     model, _ = planned(head={"recipe": recipe})

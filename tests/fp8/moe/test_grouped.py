@@ -89,7 +89,7 @@ def test_strided_weights_are_cast_per_expert(spec):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("name", ["blockwise", "blockwise_2d", "rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["blockwise", "blockwise_1d", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize(("pairs", "experts"), [(0, 0), (3, 0), (0, 2)])
 def test_no_experts_or_no_pairs_give_empty_results_and_zeros(backend, name, pairs, experts):
     on, recipe = registry.get(backend), fp8.recipe(name)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from octavo import fp8
 from octavo.base import recipe_specs
 from octavo.fp8.measuring.machine import Machine
-from octavo.fp8.planning import document
+from octavo.fp8.planning import changed_casts, document, outdated_casts
 from tests.fp8.changed_recipe import change_recipe
 from tests.fp8.planning.layers import Block, Custom
 
@@ -383,13 +384,31 @@ def test_plan_keeps_its_casts_if_a_later_version_changes_them(tmp_path, monkeypa
     loaded = fp8.load_plan(path, Net())
     assert fates(loaded) == fates(plan) and fates(fp8.schedule(Net(), loaded, 4).at(1)) != fates(plan)
     assert loaded.changes == (
-        "plan.json keeps the casts that it was saved with: blockwise (e4m3): wgrad x e4m3 128x1 pow2 (now e4m3 "
-        "128x128 pow2)",
+        "plan.json keeps the casts that it was saved with: blockwise (e4m3): wgrad x e4m3 128x128 pow2 (now "
+        "e4m3 128x1 pow2)",
     )
     assert "CastTable" not in repr(loaded.policy) and "casts" not in loaded.policy.to_json()
     fp8.save_plan(loaded, path, fp8.schedule(Net(), loaded, 4).spans)
     assert json.loads(path.read_text())["casts"] == json.loads(written)["casts"]
     assert fates(fp8.load_plan(path, Net())) == fates(plan)
+
+
+def test_file_without_casts_has_those_of_0_5_0(tmp_path):
+    rules = [{"match": "layers.0.**", "format": "hybrid"}, {"match": "layers.1.**", "recipe": "rowwise"}]
+    path = fp8.save_plan(fp8.plan(Net(), fp8.Policy("blockwise", rules=rules)), tmp_path / "plan.json")
+    document = json.loads(path.read_text())
+    del document["casts"]
+    path.write_text(json.dumps(document))
+    loaded = fp8.load_plan(path, Net())
+    recipes = {(row.recipe.name, row.recipe.format): row.recipe for row in loaded.rows if row.recipe is not None}
+    assert set(recipes) == {("blockwise", "e4m3"), ("blockwise", "hybrid"), ("rowwise", "e4m3")}
+    for form in ("e4m3", "hybrid"):
+        assert replace(recipes["blockwise", form], name="blockwise_1d") == fp8.recipe("blockwise_1d", form)
+    assert recipes["rowwise", "e4m3"] == fp8.recipe("rowwise")
+    assert all(f"blockwise ({form}): wgrad x e4m3 128x1" in loaded.changes[0] for form in ("e4m3", "hybrid"))
+    fork = fp8.schedule(Net(), fp8.plan(Net(), "blockwise"), 4)
+    changes = ["blockwise (e4m3): wgrad x e4m3 128x1 pow2 (now e4m3 128x128 pow2)"]
+    assert changed_casts(document, path, fork) == changes == outdated_casts(document, path)[1:]
 
 
 def test_edited_words_have_the_casts_of_the_file(tmp_path, monkeypatch):

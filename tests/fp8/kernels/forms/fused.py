@@ -69,17 +69,17 @@ def _backward(title: str, dtype: str, wide: int, absent: dict[str, Any]) -> Vari
 
 def variants() -> list[Variant]:
     """Every kind of output that is used: with and without the plain result for bf16, once for fp16 and fp32."""
-    blockwise = (CastSpec(block=(1, TILE)), CastSpec(block=(TILE, 1)))
+    vectors = (CastSpec(block=(1, TILE)), CastSpec(block=(TILE, 1)))
     pairs = {
-        "blockwise": blockwise,
-        "row": (blockwise[0], None),
-        "half": (None, blockwise[1]),  # row codes are made from the result afterwards
-        "hybrid": (blockwise[0], CastSpec("e5m2", (TILE, 1))),
-        "tiles": (blockwise[0], CastSpec(block=(TILE, TILE))),
+        "1x128": vectors,
+        "row": (vectors[0], None),
+        "half": (None, vectors[1]),  # row codes are made from the result afterwards
+        "hybrid": (vectors[0], CastSpec("e5m2", (TILE, 1))),
+        "tiles": (vectors[0], CastSpec(block=(TILE, TILE))),
         "mxfp8": (CastSpec(block=(1, 32), scale="e8m0"), CastSpec(block=(32, 1), scale="e8m0")),
         "plain": (None, None),
         "tensor": (None, None),  # whose amax is taken, for a cast of its own
-        "fp32": blockwise,
+        "fp32": vectors,
         "fp16": (CastSpec(scale="fp32"), CastSpec("e5m2", (TILE, 1), "fp32")),
     }
     results = []
@@ -107,7 +107,7 @@ def variants() -> list[Variant]:
                 results.append(
                     _tile(title, kernel, signature, absent, fused._program(row, col, WHOLE, size, len(plain)))
                 )
-                if name in ("blockwise", "mxfp8"):
+                if name in ("1x128", "tiles", "mxfp8"):
                     edges = fused._program(row, col, EDGES, size, len(plain))
                     results.append(_tile(f"{title}, edges", kernel, signature, absent, edges))
                 if kernel is kernels.rmsnorm_tile and name == "fp32":  # as under autocast
@@ -115,7 +115,7 @@ def variants() -> list[Variant]:
                     low = absent | _dtypes("fp32", "bf16")
                     results.append(_tile(f"{title} codes of bf16", kernel, signature, low, program))
     kernel = kernels.rmsnorm_rows
-    for wide, spec in ((128, blockwise[0]), (4096, blockwise[0]), (16384, CastSpec(block=(1, -1))), (4096, None)):
+    for wide, spec in ((128, vectors[0]), (4096, vectors[0]), (16384, CastSpec(block=(1, -1))), (4096, None)):
         constants = _dtypes("bf16", "bf16") | {"CAST": fused._cast(spec, 1)}
         constants |= {"UNIT": 4, "BM": max(1, 4096 // wide), "BK": wide}
         signature, absent = _signature(kernel, ["x", "weight", "y"], spec, None)

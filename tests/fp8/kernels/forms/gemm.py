@@ -21,7 +21,7 @@ SHAPES = (  # (N, K) of q and o, k and v, gate and up, down; of a tower's qkv, p
     *((3456, 1152), (1152, 1152), (4304, 1152), (1152, 4304), (4608, 4608), (4096, 4608)),
 )
 TOKENS = (2048, 16384)
-RECIPES = ("tensorwise", "tensorwise e4m3", "rowwise", "blockwise", "blockwise hybrid", "blockwise_2d", "mxfp8")
+RECIPES = ("tensorwise", "tensorwise e4m3", "rowwise", "blockwise", "blockwise hybrid", "blockwise_1d", "mxfp8")
 GPUS = (Gpu(89, 142), Gpu(90, 132), Gpu(100, 148), Gpu(120, 170))
 """An L40S, an H200, a B200 and an RTX 5090."""
 
