@@ -93,8 +93,8 @@ def questions_lost(new: Outcome, old: Outcome) -> float:
 
 
 DIFFERENCES = (
-    "study_pretraining.json: the gaps of rowwise, tensorwise and mxfp8 less the gap of blockwise (now blockwise_1d) in "
-    "a seed, forks after step 200, root mean square of the three: {}"
+    "study_pretraining.json: the gaps of rowwise, tensorwise and mxfp8 less the gap of blockwise in a seed, forks "
+    "after step 200, root mean square of the three: {}"
 )
 EFFECTS = "study_tower.json: its effects average two differences and scatter by {} %, root mean square; times sqrt(2)"
 STUDY = Study(
