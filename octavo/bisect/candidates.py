@@ -8,13 +8,17 @@ separates components first, then layers, then GEMMs. A run without candidates is
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from octavo import fp8
 from octavo.base.recipe_specs import SPECS
+from octavo.bisect.short_runs import BisectError
 from octavo.config import Component, Config, Fp8Section, Rule
 from octavo.config.sections.names import COMPONENTS, is_unsupported
 from octavo.fp8.arithmetic import GEMMS
+from octavo.fp8.planning import saved_recipes
 from octavo.fp8.policy import matches, template
 from octavo.report.trial.memory_savings import HEAD, Saving, change_section, enabled_savings
 from octavo.train.setup import planning
@@ -47,18 +51,18 @@ class Space:
     recipes: Mapping[str, str]  # layer -> recipe, of the layers in FP8
 
     @classmethod
-    def of(cls, cfg: Config, plan: Mapping[str, Any]) -> Space:
-        """Create the space of a configuration from the plan.json of a run of it. Recipes that a plan file or a
-        measurement chose become rules, layer by layer."""
+    def of(cls, cfg: Config, plan: Mapping[str, Any], file: Path) -> Space:
+        """Create the space of a configuration from the plan.json of a run of it, which ``file`` names. Recipes that a
+        plan file or a measurement chose become rules, layer by layer. Raises BisectError if no rule has their casts."""
         rows = plan["rows"]
         if planning.has_open_recipes(cfg):
-            cfg = _plan_to_rules(cfg, plan)
+            cfg = _plan_to_rules(cfg, plan, saved_recipes(plan, file))
         gemms = tuple(
             Candidate(row["name"], gemm, row["component"], float(row["flops"]))
             for row in rows
             if row["recipe"]
             for gemm in GEMMS
-            if row["recipe"][gemm] == "fp8" and not (gemm == "wgrad" and row.get("frozen"))
+            if row["recipe"][gemm] != "bf16" and not (gemm == "wgrad" and row.get("frozen"))
         )
         used = {name for row in rows for name in (row.get("backend") or {}).values()}
         recipes = {row["name"]: row["recipe"]["name"] for row in rows if row["recipe"]}
@@ -153,15 +157,14 @@ def _with_rules(cfg: Config, rules: Sequence[Rule]) -> Config:
     return change_section("fp8", rules=(*cfg.fp8.rules, *rules))(cfg) if rules else cfg
 
 
-def _plan_to_rules(cfg: Config, plan: Mapping[str, Any]) -> Config:
+def _plan_to_rules(cfg: Config, plan: Mapping[str, Any], recipes: Mapping[str, fp8.Recipe]) -> Config:
     """Replace the plan file or measurement of a configuration by a rule for each layer and the plan's other
-    settings."""
-    chosen = [row for row in plan["rows"] if row["recipe"]]
+    settings. ``recipes``: glob -> recipe of the plan's lines."""
     rules = tuple(
-        Rule.model_validate({"match": row["name"], "recipe": row["recipe"]["name"], "format": row["recipe"]["format"],
-                             **{gemm: "bf16" for gemm in GEMMS if row["recipe"][gemm] == "bf16"}})
-        for row in chosen
-    )  # fmt: skip
+        _rule_with_casts(row["name"], next(casts for glob, casts in recipes.items() if matches(glob, row["name"])))
+        for row in plan["rows"]
+        if row["recipe"]
+    )
     settings = {name: plan.get(name) or {} for name in ("activations", "param")}
     parts = {
         name: Component(**options)
@@ -173,4 +176,17 @@ def _plan_to_rules(cfg: Config, plan: Mapping[str, Any]) -> Config:
     plan_settings = {**parts, **whole, "weight_codes": plan.get("weight_codes") or "keep", "fuse": fuse}
     return cfg.model_copy(
         update={"fp8": Fp8Section(recipe="off", rules=rules, backend=cfg.fp8.backend, **plan_settings)}
+    )
+
+
+def _rule_with_casts(layer: str, casts: fp8.Recipe) -> Rule:
+    """Return a rule by which a layer has these casts in this version. A plan file of another version may have them
+    under another name. Raises BisectError if there is none: a rule cannot give single GEMMs other casts."""
+    words = {gemm: "bf16" for gemm in GEMMS if casts.gemm(gemm) is None}
+    names = [name for name in fp8.RECIPES if casts.format in SPECS[name].formats]
+    for name in sorted(names, key=lambda name: name != casts.name):
+        if replace(fp8.recipe(name, casts.format, **words), name=casts.name) == casts:
+            return Rule.model_validate({"match": layer, "recipe": name, "format": casts.format, **words})
+    raise BisectError(
+        f"fp8.plan gives {layer} casts that no rule has: {casts}. Name recipes in the configuration instead of fp8.plan"
     )

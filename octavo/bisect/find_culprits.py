@@ -152,10 +152,10 @@ class _Session:
 def _search(cfg: Config, session: _Session, by: By, margin: float, total: int) -> Answer:
     trials = session.trials
     unchanged = trials.outcome(cfg, total, "the unchanged configuration")
-    plan = read_json_file(trials.directory / unchanged.name / "plan.json")
+    plan = read_json_file(file := trials.directory / unchanged.name / "plan.json")
     if not plan:
         raise BisectError(f"the configuration fails before it has a plan: {unchanged.failure}")
-    space = Space.of(cfg, plan)
+    space = Space.of(cfg, plan, file)
     reference = trials.outcome(space.with_only([]), total, "high precision")
     full = Bar(by, reference, total, margin)
     # Many trials are needed: search over the fewest steps that show the failure; `full` confirms a change over all

@@ -52,6 +52,7 @@ def plan_of(cfg: Config) -> dict:
     for number, layer in enumerate(LAYERS):
         gemms = {gemm: on.get(f"{layer}.{gemm}") for gemm in GEMMS}
         name = next(filter(None, gemms.values()), None)
+        name = "tensorwise" if name == "auto" else name  # as measured
         recipe = (
             None
             if name is None
@@ -59,7 +60,8 @@ def plan_of(cfg: Config) -> dict:
         )
         rows.append({"name": layer, "component": component(layer), "kind": "linear", "recipe": recipe,
                      "flops": 100.0 - number, "backend": {g: "reference" for g, r in gemms.items() if r}})  # fmt: skip
-    return {"rows": rows, "notes": []}
+    lines = [{"match": row["name"], **row["recipe"], "recipe": row["recipe"]["name"]} for row in rows if row["recipe"]]
+    return {"rows": rows, "notes": [], "layers": lines}
 
 
 Harm = Callable[[Config, dict[str, str], int], float | str]

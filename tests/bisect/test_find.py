@@ -6,11 +6,14 @@ import json
 import math
 
 import pytest
+from torch import nn
 
-from octavo import bisect
+from octavo import bisect, fp8
+from octavo.bisect.candidates import Space
 from octavo.bisect.short_runs import BisectError
 from octavo.cli.main import main
 from octavo.config import load_config
+from octavo.fp8 import planning
 
 from .conftest import CONFIG, GEMMS, LAYERS
 
@@ -177,6 +180,27 @@ def test_recipes_of_a_measurement_become_rules(trainer, no_plots, cfg, tmp_path)
     measured = bisect.bisect(cfg("fp8.recipe=auto", rules), tmp_path)
     assert measured.status == "found" and measured.works.fp8.recipe == "off"
     assert len(measured.works.fp8.rules) > len(LAYERS) - 1
+
+
+@pytest.mark.parametrize("form", ["e4m3", "hybrid"])
+def test_casts_of_a_plan_file_are_kept_or_refused(cfg, tmp_path, form):
+    """As saved by 0.5.0, whose blockwise is blockwise_1d now; and casts of two recipes, which no rule can give."""
+    model = nn.ModuleDict({"up": nn.Linear(128, 128)})
+    for wgrad in ("bf16", "fp8", "tensorwise"):
+        file = fp8.save_plan(fp8.plan(model, fp8.Policy("blockwise", form, wgrad=wgrad)), tmp_path / "plan.json")
+        saved = json.loads(file.read_text())
+        del saved["casts"]
+        file.write_text(json.dumps(saved))
+        plan = fp8.load_plan(file, model)
+        cfg_of_file, written = cfg(f"fp8.plan={file}"), planning.document(plan, now=plan)
+        if wgrad == "tensorwise":
+            with pytest.raises(BisectError, match=f"up casts that no rule has: blockwise {form} wgrad=tensorwise"):
+                Space.of(cfg_of_file, written, file)
+            continue
+        space = Space.of(cfg_of_file, written, file)
+        name, word = {"bf16": ("blockwise", "bf16"), "fp8": ("blockwise_1d", None)}[wgrad]
+        assert [(rule.recipe, rule.format, rule.wgrad) for rule in space.cfg.fp8.rules] == [(name, form, word)]
+        assert [candidate.gemm for candidate in space.gemms] == ["fwd", "dgrad", "wgrad"][: 3 if wgrad == "fp8" else 2]
 
 
 def test_bisect_command(trainer, no_plots, tmp_path, monkeypatch, capsys):

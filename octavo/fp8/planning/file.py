@@ -35,7 +35,7 @@ from torch import nn
 from octavo.base import atomic_write
 from octavo.base.recipe_specs import FORMATS, NAMES, join_words
 from octavo.base.safe_read import printable
-from octavo.fp8.arithmetic.recipe import GEMMS, CastTable
+from octavo.fp8.arithmetic.recipe import GEMMS, CastTable, Recipe
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.decide import plan
 from octavo.fp8.planning.file_form import FORMAT, make_lines, parse_casts, parse_lines, read_document
@@ -178,16 +178,21 @@ def changed_casts(saved: Document, path: Path, schedule: Schedule) -> list[str]:
     return before.describe_changes(now, [now.words(r) for r in recipes if r.name in names])
 
 
-def outdated_casts(saved: Document, path: Path) -> list[str]:
-    """Return a phrase for each recipe in a saved plan, as :func:`changed_casts` takes it, that has other casts in this
-    version. Raises PlanError if its casts are damaged."""
-    before = parse_casts(saved.get("casts"), path)
-    recipes = [
-        before.recipe(line["recipe"], line.get("format"), *(line.get(gemm, "fp8") for gemm in GEMMS))
+def saved_recipes(saved: Document, path: Path) -> dict[str, Recipe]:
+    """Return glob -> recipe of the lines of a saved plan for all steps, as :func:`changed_casts` takes it. Raises
+    PlanError if its casts are damaged."""
+    table = parse_casts(saved.get("casts"), path)
+    return {
+        line["match"]: table.recipe(line["recipe"], line.get("format"), *(line.get(gemm, "fp8") for gemm in GEMMS))
         for line in saved.get("layers", ())
-        if line["recipe"] in NAMES
-    ]
-    return before.describe_changes(CastTable(), map(before.words, recipes))
+        if line["recipe"] in NAMES and "steps" not in line
+    }
+
+
+def outdated_casts(saved: Document, path: Path) -> list[str]:
+    """Return a phrase for each of :func:`saved_recipes` that has other casts in this version."""
+    table = parse_casts(saved.get("casts"), path)
+    return table.describe_changes(CastTable(), map(table.words, saved_recipes(saved, path).values()))
 
 
 def _read_policy(fields: Document, path: Path, text: str, other_machine: bool, backend: str) -> Policy:
