@@ -92,7 +92,9 @@ TARGETS: tuple[Target, ...] = (
     Target("linear, blockwise", "TransformerEngine 1.41x, H200", 1.55, "linear", LINEAR, "blockwise", speed),
     Target("... rowwise", "", 1.65, "linear", LINEAR, "rowwise", speed),
     Target("linear, tensorwise", "TransformerEngine 1.57x, H200", 1.75, "linear", LINEAR, "tensorwise", speed),
-    Target("cast in both layouts, of a copy", "torchao 0.85-0.94", 0.85, "cast", WIDE, "blockwise both", bandwidth),
+    Target(
+        "cast in both layouts, of a copy", "torchao 0.85-0.94", 0.85, "cast", WIDE, "blockwise(_1d)? both", bandwidth
+    ),
     Target("... in tensorwise, amax included", "", 0.65, "cast", WIDE, "tensorwise both", bandwidth),
     Target("... in rowwise", "", 0.6, "cast", WIDE, "rowwise both", bandwidth),
     Target("RMSNorm with its casts", "linghe 2.2x", 1.3, "cast", "rmsnorm " + WIDE, "fused", speed),

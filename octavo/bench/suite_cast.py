@@ -32,16 +32,17 @@ def _run_casts(bench: Bench, m: int, k: int) -> None:
     elements = m * k
     candidates = {"copy": lambda: _copy(bench, m, k)}
     work = {"copy": Work(bytes=2.0 * size * elements)}
-    for name in peers.RECIPES:
+    for name in (*peers.RECIPES, *peers.VARIANTS):
         recipe = fp8.recipe(name)
         for backend in peers.supported_backends(bench, name):
-            for which, writes in (("row", 1), ("both", 2)):
+            # A variant has the rows of another recipe.
+            for which, writes in (("row", 1), ("both", 2))[name in peers.VARIANTS :]:
                 key = f"{name} {which} {backend}"
                 candidates[key] = partial(_cast, bench, m, k, recipe, backend, which)
                 work[key] = Work(bytes=float(size + writes) * elements)
-            if name == "blockwise" and backend == "triton":
-                # The other tile of this cast, so that a card can show which is faster.
-                key = "8 warps, blockwise both triton"
+            if name == "blockwise_1d" and backend == "triton":
+                # The other tile of 1x128 and 128x1, the cast of dy in both, so that a card can show which is faster.
+                key = "8 warps, blockwise_1d both triton"
                 candidates[key] = partial(_cast_with_8_warps, bench, m, k, recipe)
                 work[key] = Work(bytes=float(size + 2) * elements)
     bench.case("cast", f"{m} x {k}", "copy", candidates, work)

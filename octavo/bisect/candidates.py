@@ -55,8 +55,11 @@ class Space:
         """Create the space of a configuration from the plan.json of a run of it, which ``file`` names. Recipes that a
         plan file or a measurement chose become rules, layer by layer. Raises BisectError if no rule has their casts."""
         rows = plan["rows"]
+        recipes = {row["name"]: row["recipe"]["name"] for row in rows if row["recipe"]}
         if planning.has_open_recipes(cfg):
-            cfg = _plan_to_rules(cfg, plan, saved_recipes(plan, file))
+            lines = {line.match: casts for line, casts in saved_recipes(plan, file) if line.steps is None}
+            cfg = _plan_to_rules(cfg, plan, lines)
+            recipes = {rule.match: str(rule.recipe) for rule in cfg.fp8.rules}  # by the names of these casts now
         gemms = tuple(
             Candidate(row["name"], gemm, row["component"], float(row["flops"]))
             for row in rows
@@ -65,7 +68,6 @@ class Space:
             if row["recipe"][gemm] != "bf16" and not (gemm == "wgrad" and row.get("frozen"))
         )
         used = {name for row in rows for name in (row.get("backend") or {}).values()}
-        recipes = {row["name"]: row["recipe"]["name"] for row in rows if row["recipe"]}
         return cls(cfg, gemms, tuple(list_features(cfg, used)), tuple(row["name"] for row in rows), recipes)
 
     @property

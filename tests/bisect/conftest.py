@@ -60,7 +60,11 @@ def plan_of(cfg: Config) -> dict:
         )
         rows.append({"name": layer, "component": component(layer), "kind": "linear", "recipe": recipe,
                      "flops": 100.0 - number, "backend": {g: "reference" for g, r in gemms.items() if r}})  # fmt: skip
-    lines = [{"match": row["name"], **row["recipe"], "recipe": row["recipe"]["name"]} for row in rows if row["recipe"]]
+    lines = []
+    for row in rows:
+        if row["recipe"]:
+            words = {key: word for key, word in row["recipe"].items() if key != "name"}
+            lines.append({"match": row["name"], "recipe": row["recipe"]["name"], **words})
     return {"rows": rows, "notes": [], "layers": lines}
 
 

@@ -201,6 +201,7 @@ def test_casts_of_a_plan_file_are_kept_or_refused(cfg, tmp_path, form):
         name, word = {"bf16": ("blockwise", "bf16"), "fp8": ("blockwise_1d", None)}[wgrad]
         assert [(rule.recipe, rule.format, rule.wgrad) for rule in space.cfg.fp8.rules] == [(name, form, word)]
         assert [candidate.gemm for candidate in space.gemms] == ["fwd", "dgrad", "wgrad"][: 3 if wgrad == "fp8" else 2]
+        assert space.recipes == {"up": name}
 
 
 def test_bisect_command(trainer, no_plots, tmp_path, monkeypatch, capsys):

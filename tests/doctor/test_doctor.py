@@ -65,7 +65,8 @@ def test_automatic_backend_is_run_in_every_supported_recipe(monkeypatch):
     }  # fmt: skip
     assert checks["torch blockwise on cpu"].status == ABSENT
     assert (
-        "1x128 by 128x128 on the CPU; torch has no blocks of 1x128 by 1x128" in checks["torch blockwise on cpu"].found
+        "1x128 by 128x128 on the CPU; torch has no blocks of 1x128 by 1x128"
+        in checks["torch blockwise_1d on cpu"].found
     )
 
 

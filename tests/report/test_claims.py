@@ -11,6 +11,7 @@ import pytest
 from synthetic_runs import GOOD_PROOF, health, held, judged, losses, plan, write_run
 
 from octavo.config import override, to_yaml
+from octavo.fp8.arithmetic import CastTable
 from octavo.report import ReportError, Trial, judge
 from octavo.report.evidence import claims
 from octavo.report.evidence.claims import Evaluation, Interval, decide
@@ -225,11 +226,17 @@ def test_unsound_fork_fails_the_claim(cfg, tmp_path: Path) -> None:
     assert "skipped 2 of 40 steps" in claim_of(skipping).sentence
     other = [(a, replace(r, plan={"rows": r.plan["rows"][1:]}) if a.of and a.number else r) for a, r in records]
     assert "has a different plan from FP8 blockwise (1 layers, first model.visual" in claim_of(other).sentence
-    lines = [{"match": "model.layers.0", "recipe": "blockwise", "format": "e4m3"}]
-    for changed, differs in (({"blockwise e4m3": {"fwd": "x"}}, True), ({"rowwise e4m3": {}}, False), (None, False)):
-        plans = [{"layers": lines, "casts": {}}, {"layers": lines, **({} if changed is None else {"casts": changed})}]
+    line, table = {"match": "model.layers.0", "recipe": "blockwise", "format": "e4m3"}, CastTable().to_json()
+    old = {"blockwise e4m3": {**table["blockwise e4m3"], "wgrad": "e4m3 128x1 pow2 @ e4m3 128x1 pow2"}}
+    for changed, differs in (
+        ({"casts": old}, True),
+        ({"casts": {"rowwise e4m3": table["rowwise e4m3"]}}, False),
+        ({}, True),  # as of 0.5.0, which wrote no casts
+        ({"casts": {}, "layers": [{**line, "wgrad": "tensorwise"}]}, True),
+    ):
+        plans = [{"layers": [line], "casts": {}}, {"layers": [line], **changed}]
         casts = [(a, replace(r, plan=plans[bool(a.of and a.number)])) for a, r in records]
-        assert ("has a different plan" in claim_of(casts).sentence) is differs  # as by another version
+        assert ("has a different plan" in claim_of(casts).sentence) is differs
     high = [(a, replace(r, proof={}) if a.of and a.number else r) for a, r in records]
     assert claim_of(high).status == FAIL and "nothing shows that FP8 ran" in claim_of(high).sentence
     broken = [(a, replace(r, failure="step 90: weights") if a.of and a.number else r) for a, r in records]

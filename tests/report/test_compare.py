@@ -10,7 +10,10 @@ import pytest
 from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
 from octavo.config import load_config_text, override, to_yaml
+from octavo.fp8.arithmetic import CastTable
 from octavo.report import ReportError, compare
+from octavo.report.evidence.trial_spec import Run
+from octavo.report.trial.reuse import check_same_casts
 from octavo.report.trial.runs import make_runs, own_recipe
 
 
@@ -122,14 +125,36 @@ def test_changed_configuration_is_rejected_or_retrained(cfg, tmp_path: Path, tra
 def test_runs_with_casts_of_another_version_are_not_mixed(cfg, tmp_path: Path, trained, undrawn) -> None:
     compare(cfg, None, tmp_path)
     file = tmp_path / "arms" / "fp8-blockwise" / "plan.json"
+    written = json.loads(file.read_text())
     lines = [{"match": "**", "recipe": "blockwise", "format": "hybrid", "dgrad": "tensorwise"}]
-    file.write_text(json.dumps({**json.loads(file.read_text()), "layers": lines}))  # as of 0.5.0, without casts
+    file.write_text(json.dumps({**written, "layers": lines}))  # as of 0.5.0, without casts
     trained.clear()
     compare(cfg, None, tmp_path)
+    both = ["blockwise", "rowwise"]
     with pytest.raises(ReportError, match=r"other casts.*blockwise \(hybrid\): wgrad x .* 128x1 .*--fresh"):
-        compare(cfg, ["blockwise", "rowwise"], tmp_path)
+        compare(cfg, both, tmp_path)
+    (tmp_path / "arms" / "high-precision" / "result.json").unlink()  # stopped before its first checkpoint
+    with pytest.raises(ReportError, match="other casts"):
+        compare(cfg, None, tmp_path)
+    for damaged, message in (
+        ({"layers": [1]}, "plan.json, entry 1 of layers: 1 is not a line"),
+        ({"casts": {"a": 1}}, "'a' is"),
+    ):
+        file.write_text(json.dumps({**written, "layers": lines, **damaged}))
+        with pytest.raises(ReportError, match=message):
+            compare(cfg, None, tmp_path)
     assert trained == []
-    compare(cfg, ["blockwise", "rowwise"], tmp_path, fresh=True)
+    # Runs of a plan file have the casts of that file, whichever version trains them.
+    table = {"blockwise hybrid": CastTable().to_json()["blockwise_1d hybrid"]}
+    plan_file = tmp_path / "saved.json"
+    machine = {"gpu": "cpu", "torch": "2.13", "backends": {}}
+    saved = {"octavo_plan": 1, "machine": machine, "model": [], "micro_steps": 1, "layers": lines}
+    plan_file.write_text(json.dumps(saved))
+    named = Run("fp8-by-plan", "", "fp8", override(cfg, [f"fp8.plan={plan_file}", f"run.dir={file.parent}"]))
+    other = Run("other", "", "fp8", override(cfg, [f"run.dir={tmp_path / 'none'}"]))
+    file.write_text(json.dumps({**written, "layers": lines, "casts": table}))
+    check_same_casts([named, other])
+    compare(cfg, both, tmp_path, fresh=True)
     assert len(trained) == 12
 
 

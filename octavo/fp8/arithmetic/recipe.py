@@ -48,6 +48,9 @@ class Gemm:
     a: CastSpec
     b: CastSpec
 
+    def __str__(self) -> str:
+        return f"{self.a} @ {self.b}"
+
 
 @dataclass(frozen=True)
 class Delayed:
@@ -112,7 +115,8 @@ class Recipe:
         return tuple(dict.fromkeys(gemm.b for gemm in (self.fwd, self.dgrad) if gemm is not None))
 
     def gemm_precisions(self) -> dict[str, str]:
-        """Return the precision of each GEMM: fp8 (the casts of this recipe), bf16, or the recipe of its casts."""
+        """Return the precision of each GEMM: fp8 (the casts of this recipe), bf16, the recipe of its casts, or the
+        casts themselves where no recipe has them."""
         return _gemm_precisions(self)
 
     def summary(self) -> str:
@@ -202,7 +206,9 @@ def find_precisions(r: Recipe, recipe_of: Callable[..., Recipe]) -> dict[str, st
         elif plain is None or plain.gemm(gemm) == casts:
             precisions[gemm] = "fp8"
         else:
-            precisions[gemm] = next((name for name in CURRENT_SCALING if recipe_of(name).gemm(gemm) == casts), "fp8")
+            # A name whose casts are the same in every version comes first: it says the same wherever it is read.
+            names = sorted(CURRENT_SCALING, key=lambda name: recipe_of(name) != recipe(name))
+            precisions[gemm] = next((name for name in names if recipe_of(name).gemm(gemm) == casts), str(casts))
     return precisions
 
 
@@ -306,7 +312,7 @@ def _differences(before: Recipe, now: Recipe) -> Iterator[str]:
 
 def _entry_to_json(r: Recipe) -> dict[str, str | int]:
     gemms = {name: gemm for name in GEMMS if (gemm := r.gemm(name)) is not None}
-    entry: dict[str, str | int] = {name: f"{gemm.a} @ {gemm.b}" for name, gemm in gemms.items()}
+    entry: dict[str, str | int] = {name: str(gemm) for name, gemm in gemms.items()}
     return entry if r.delayed is None else {**entry, "history": r.delayed.length}
 
 

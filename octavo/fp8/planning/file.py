@@ -38,7 +38,7 @@ from octavo.base.safe_read import printable
 from octavo.fp8.arithmetic.recipe import GEMMS, CastTable, Recipe
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.decide import plan
-from octavo.fp8.planning.file_form import FORMAT, make_lines, parse_casts, parse_lines, read_document
+from octavo.fp8.planning.file_form import FORMAT, Line, make_lines, parse_casts, parse_lines, read_document
 from octavo.fp8.planning.plan import Plan, Schedule, Span
 from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.globs import matches, template
@@ -178,21 +178,32 @@ def changed_casts(saved: Document, path: Path, schedule: Schedule) -> list[str]:
     return before.describe_changes(now, [now.words(r) for r in recipes if r.name in names])
 
 
-def saved_recipes(saved: Document, path: Path) -> dict[str, Recipe]:
-    """Return glob -> recipe of the lines of a saved plan for all steps, as :func:`changed_casts` takes it. Raises
-    PlanError if its casts are damaged."""
+def saved_recipes(saved: object, path: Path) -> list[tuple[Line, Recipe]]:
+    """Return the lines in FP8 of a saved plan, as :func:`changed_casts` takes it, with the casts that they have in it.
+    Raises PlanError if lines or casts are damaged."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("layers", []), list):
+        raise PlanError(f"{path} is not a plan. Restore it.")
     table = parse_casts(saved.get("casts"), path)
-    return {
-        line["match"]: table.recipe(line["recipe"], line.get("format"), *(line.get(gemm, "fp8") for gemm in GEMMS))
-        for line in saved.get("layers", ())
-        if line["recipe"] in NAMES and "steps" not in line
-    }
+    pairs = []
+    for line in parse_lines(saved.get("layers", []), path, "", backends=False):
+        if line.recipe not in (None, OFF):
+            fwd, dgrad, wgrad = (getattr(line, gemm) or "fp8" for gemm in GEMMS)
+            pairs.append((line, table.recipe(str(line.recipe), line.format, fwd, dgrad, wgrad)))
+    return pairs
 
 
-def outdated_casts(saved: Document, path: Path) -> list[str]:
-    """Return a phrase for each of :func:`saved_recipes` that has other casts in this version."""
-    table = parse_casts(saved.get("casts"), path)
-    return table.describe_changes(CastTable(), map(table.words, saved_recipes(saved, path).values()))
+def read_casts(path: str | Path) -> CastTable:
+    """Return the casts of recipe names in a plan file. Raises PlanError if it is not one."""
+    fields, _ = read_document(Path(path))
+    return parse_casts(fields.get("casts"), Path(path))
+
+
+def outdated_casts(saved: object, path: Path, now: CastTable | None = None) -> list[str]:
+    """Return a phrase for each of :func:`saved_recipes` that has other casts in the table ``now``, by default of this
+    version."""
+    recipes = [recipe for _, recipe in saved_recipes(saved, path)]
+    before = parse_casts(saved.get("casts") if isinstance(saved, dict) else None, path)
+    return before.describe_changes(now or CastTable(), map(before.words, recipes))
 
 
 def _read_policy(fields: Document, path: Path, text: str, other_machine: bool, backend: str) -> Policy:

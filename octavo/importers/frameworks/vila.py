@@ -206,7 +206,7 @@ def _translate_fp8(draft: Draft, config: dict[str, Any], lora: bool) -> None:
         draft.mark_unsupported(
             "row_blocksize",
             "col_blocksize",
-            why="only per-tensor scales are translated; blockwise (1x128) is the closest to these block sizes",
+            why="only per-tensor scales are translated; blockwise_1d (1x128) is the closest to these block sizes",
         )
     else:
         draft.mark_default("row_blocksize", "col_blocksize", why="-1: one scale per tensor")

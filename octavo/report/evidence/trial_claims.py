@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -247,22 +248,18 @@ def why_not_comparable(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) ->
 
 
 def _different_layers(reference: RunRecord, record: RunRecord) -> set[str]:
-    """Return the layers that have other recipes, or other casts, in two runs. Casts are compared if both plans have
-    them; plans up to version 0.5.0 do not."""
-    with_casts = all("casts" in each.plan for each in (reference, record))
-    plans = [_planned_layers(each, with_casts) for each in (reference, record)]
-    return {name for name, _ in plans[0] ^ plans[1]}
+    """Return the layers that have other recipes, or other casts, in two runs."""
+    return {name for name, _ in _planned_layers(reference) ^ _planned_layers(record)}
 
 
-def _planned_layers(record: RunRecord, with_casts: bool) -> set[tuple[str, str]]:
-    """Return the initial plan of a run by layer, without changes by `fp8.adapt`, which depend on the seed."""
-    if lines := record.plan.get("layers"):
-        casts = record.plan["casts"] if with_casts else {}
-        words = [f"{line.get('recipe')} {line.get('format')}" for line in lines]
-        return {
-            (str(line.get("match")), f"{line.get('recipe')} {line.get('steps')} {casts.get(word)}")
-            for line, word in zip(lines, words, strict=True)
-        }
+def _planned_layers(record: RunRecord) -> set[tuple[str, str]]:
+    """Return the initial plan of a run by layer, with its casts, without changes by `fp8.adapt`, which depend on the
+    seed."""
+    from octavo.fp8.planning import saved_recipes
+
+    if record.plan.get("layers"):
+        lines = saved_recipes(record.plan, Path("plan.json"))
+        return {(line.match, f"{line.steps} {casts.describe()}") for line, casts in lines}
     return {(row["name"], str((row.get("recipe") or {}).get("name"))) for row in record.plan.get("rows", ())}
 
 

@@ -47,19 +47,28 @@ def check_reusable(run: Run) -> None:
 
 def check_same_casts(runs: Sequence[Run]) -> None:
     """Raise ``ReportError`` if runs were trained by a version in which their recipes have other casts, and others are
-    left to train: those would have the casts of this version."""
-    from octavo.fp8.planning import outdated_casts
+    left to train: those would have the casts of this version, or of ``fp8.plan``."""
+    from octavo.fp8 import PlanError
+    from octavo.fp8.planning import outdated_casts, read_casts
 
-    plans = [Path(run.cfg.run.dir) / "plan.json" for run in runs]
-    begun = [file for file in plans if file.is_file()]  # also if it must continue: with the casts of its plan
-    if all(file in begun or read_finished(run) is not None for run, file in zip(runs, plans, strict=True)):
-        return
-    for file in begun:
-        if changes := outdated_casts(safe_read.read_json(file, ReportError), file):
+    begun = [run for run in runs if _keeps_its_casts(run)]
+    for run in begun if len(begun) < len(runs) else ():
+        file = Path(run.cfg.run.dir) / "plan.json"
+        try:
+            plan = safe_read.read_json(file, ReportError) if file.is_file() else {}
+            changes = outdated_casts(plan, file, read_casts(run.cfg.fp8.plan) if run.cfg.fp8.plan else None)
+        except PlanError as error:
+            raise ReportError(str(error)) from error
+        if changes:
             raise ReportError(
                 f"{file.parent} was trained with other casts, and runs that are left to train would not be comparable: "
                 f"{'; '.join(changes)}. Choose another directory, or train the runs again with --fresh"
             )
+
+
+def _keeps_its_casts(run: Run) -> bool:
+    """Return whether a run has finished, or has a checkpoint, from which it continues with the casts of its plan."""
+    return read_finished(run) is not None or any((Path(run.cfg.run.dir) / "checkpoints").glob("step_*"))
 
 
 def check_same_files(cfg: Config, directory: Path) -> None:

@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.base.recipe_specs import CURRENT_SCALING, SPECS
 from octavo.fp8.arithmetic.recipe import RECIPES, CastTable, Recipe, RecipeError, recipe
+from octavo.fp8.self_check.reference_checks import kernel_checks
 from tests.fp8.changed_recipe import change_recipe
 
 
@@ -45,6 +47,24 @@ def test_name_keeps_its_casts_if_a_later_version_changes_them(monkeypatch: pytes
         "blockwise (hybrid): wgrad x e4m3 128x128 pow2 (now e4m3 128x1 pow2)",
     ]
     assert later.to_json() == table
+
+
+def test_casts_that_no_recipe_has_are_spelled_out() -> None:
+    """As of 0.5.0, whose blockwise had the casts of blockwise_1d: in hybrid no word of this version says that."""
+    names = {f"blockwise {form}": saved()[f"blockwise_1d {form}"] for form in ("e4m3", "hybrid")}
+    table = CastTable.from_json(names)
+    assert table.recipe("blockwise").summary() == "blockwise e4m3 wgrad=blockwise_1d"
+    hybrid = table.recipe("blockwise", "hybrid")
+    assert hybrid.summary() == "blockwise hybrid wgrad=e5m2 128x1 pow2 @ e4m3 128x1 pow2"
+    assert table.words(hybrid) == ("blockwise", "hybrid", "fp8", "fp8", "fp8")
+    kernels = [
+        kernel_checks(r, "wgrad", "triton", torch.device("cpu")) for r in (hybrid, recipe("blockwise", "hybrid"))
+    ]
+    assert kernels[0].keys() != kernels[1].keys(), "a check of one is no check of the other"
+    # Of two names with these casts, the one that has them in every version.
+    lent = table.recipe("tensorwise", wgrad="blockwise_1d")
+    assert table.gemm_precisions(lent)["wgrad"] == "blockwise_1d"
+    assert not table.describe_changes(CastTable(), [table.words(lent)])
 
 
 def test_table_without_a_name_has_the_casts_of_this_version() -> None:

@@ -26,9 +26,9 @@ sum is multiplied once by their product. Powers of two lose nothing by it: value
 below 1 are too small only where the product of the scales exceeds 2^127; all other sums are infinite there. Scales that
 hold for the whole contraction may be any fp32 numbers and are applied one after the other, as in the reference; where
 scale_a is extreme, a power of two moves to the other side (:func:`_split_scale`), which rounds nothing. Where both
-scales are vectors and change along the contraction (blockwise wgrad; mxfp8 before SM100) a sum is infinite as soon as
-its product with the scale of dy is, which takes a dy beyond 5e33. Small scales are safe there: products of two codes
-are multiples of 2^-32 and scales at least 2^-115, so that the results are exact down to the last subnormal.
+scales are vectors and change along the contraction (wgrad of blockwise_1d; mxfp8 before SM100) a sum is infinite as
+soon as its product with the scale of dy is, which takes a dy beyond 5e33. Small scales are safe there: products of two
+codes are multiples of 2^-32 and scales at least 2^-115, so that the results are exact down to the last subnormal.
 
 Loads use TMA descriptors (SM90 and later), which give zeros beyond the edges, or pointers: rows beyond the edge read
 the last row again and are never stored, and the contraction is read up to its zero padding.
