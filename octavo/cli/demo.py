@@ -1,8 +1,8 @@
 """Trains, compares and queries a tiny model on handwritten digits, in a few minutes on a laptop.
 
-Creates the digits dataset and a tiny Qwen3-VL, trains it in high precision (two seeds) and in FP8, writes the report,
-and asks the FP8 model about a held-out image. Finished runs in DIR are reused. Exit code: 0; 1 if the verdict is fail,
-3 if the accuracy is undecided.
+Creates the digits dataset and a tiny Qwen3-VL, trains it in high precision and in FP8, judges held-out accuracy, writes
+the report, and asks the FP8 model about a held-out image. Finished runs in DIR are reused. Exit code: 0; 1 if the
+verdict is fail, 3 if it is undecided.
 """
 
 from __future__ import annotations
@@ -17,21 +17,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=arguments.positive, default=500, metavar="N", help="number of training steps (default 500)"
     )
+    parser.add_argument(
+        "--seed", type=arguments.natural, default=0, metavar="N", help="of weights and data"
+    )
     parser.add_argument("--fresh", action="store_true", help="retrain all runs")
+    parser.add_argument("--power", action="store_true", help="print what the demo can decide, and train nothing")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     # with --json, stdout carries only the verdict, and progress goes to stderr
     console = terminal.console(stderr=args.json)
-    console.print(
-        f"Training a tiny Qwen3-VL to read handwriting, {args.steps} steps per run: twice in high precision, once in "
-        "FP8; then forking both at two thirds, and asking the FP8 model. This takes a few minutes.", highlight=False,
-    )  # fmt: skip
+    if args.power:
+        from octavo.report.trial import demo_power
 
+        power = demo_power.read()
+        if args.json:
+            terminal.show_json(power.to_json())
+        else:
+            for line in power.lines:
+                console.print(line, highlight=False, soft_wrap=True)
+        return 0
     from octavo.report.trial import demo
 
-    verdict = demo.run(args.dir, args.steps, fresh=args.fresh, console=console)
+    verdict = demo.run(args.dir, args.steps, fresh=args.fresh, console=console, seed=args.seed)
     if args.json:
         terminal.show_json(compare.summary(verdict))
     return demo.exit_code(verdict)

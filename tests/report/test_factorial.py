@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from octavo.data.builtin import digits
 from octavo.models.tiny import tiny
 from octavo.report import ReportError, compare
 from octavo.report.evidence import claims
-from octavo.report.evidence.factorial import NONE, Cell, compute_contrast, compute_effects, effect_spread, subsets
+from octavo.report.evidence.factorial import NONE, Cell, compute_contrast, compute_effects, subsets
 from octavo.report.trial import factorial_cells, parallel_runs
 from octavo.report.trial.reuse import read_finished
 
@@ -56,7 +55,6 @@ def test_additive_costs_have_no_interaction() -> None:
 
 def test_intervals_over_seeds_cover_planted_effects() -> None:
     rng, planted, covered = np.random.default_rng(0), {("a",): 0.01, ("b",): 0.0, ("a", "b"): 0.002}, 0
-    spreads = []
     for _ in range(200):
         seeds = [
             {cell: y + level + rng.normal(0, 0.003) for cell, y in table(planted, ("a", "b")).items()}
@@ -65,10 +63,7 @@ def test_intervals_over_seeds_cover_planted_effects() -> None:
         found = compute_effects(seeds, ("a", "b"))[0]
         assert found.interval == claims.mean_gap(found.by_seed)
         covered += found.interval.low <= 0.01 <= found.interval.high
-        spreads.append(np.var(found.by_seed, ddof=1))
     assert 0.9 * 200 <= covered <= 199
-    pair = 0.003 * math.sqrt(2)
-    assert math.sqrt(np.mean(spreads)) == pytest.approx(effect_spread(pair, 2), rel=0.1)
 
 
 def test_seed_with_missing_cell_is_ignored() -> None:
@@ -218,12 +213,12 @@ def test_costly_component_is_found_and_earlier_design_is_read(cfg, tmp_path: Pat
 
     html = (tmp_path / "report" / "report.html").read_text()
     assert "Cost of each component" in html and "also has image_projector in FP8" in html
-    assert "expected +-" in html and ", measured +-" in html and (tmp_path / "report" / "effects.png").is_file()
+    assert "expected +-" not in html and (tmp_path / "report" / "effects.png").is_file()
     data = json.loads((tmp_path / "report" / "report.json").read_text())
     assert data["factorial"]["components"] == list(PARTS) and data["factorial"]["left_out"] == [PROJECTOR]
     assert len(data["factorial"]["cells"]) == 12 and len(data["factorial"]["effects"]) == 6
     effect = next(one for one in data["power"] if one["claim"] == factorial_cells.LOSS)
-    assert not effect["seen"] and set(effect["came"]) == set(PARTS) and effect["half"] > max(effect["came"].values())
+    assert not effect["seen"] and set(effect["came"]) == set(PARTS) and "half" not in effect
 
     planted.clear()
     monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))

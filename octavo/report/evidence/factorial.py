@@ -64,12 +64,3 @@ def compute_effects(seeds: Sequence[Mapping[Cell, float]], factors: Sequence[str
         if figures.keys() != cells:
             raise ValueError(f"seed {number} has {len(figures)} of the {len(cells)} cells of {', '.join(factors)}")
     return [Effect(of, tuple(compute_contrast(figures, of) for figures in seeds)) for of in subsets(factors)[1:]]
-
-
-def effect_spread(pair: float, factors: int) -> float:
-    """Return the standard deviation of an effect over seeds.
-
-    ``pair`` is the standard deviation of the gap between two runs, one of them in FP8. All runs are assumed to
-    contribute equally: an effect sums 2^k runs, each with the weight 1 / 2^(k - 1).
-    """
-    return pair * math.sqrt(2.0 ** (1 - factors))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,18 +34,19 @@ class Sides(NamedTuple):
 
 
 def compute_claims(sides: Sides, trial: Trial, noise: float) -> list[Check]:
-    """Return the four claims for one FP8 run; ``noise`` is the seed noise of mean losses. Held-out data without
+    """Return the trial's claims for one FP8 run; ``noise`` is the seed noise of mean losses. Held-out data without
     questions, such as plain text, give no claim on accuracy."""
     no_learning = why_nothing_learned(sides.reference[1], trial)
     has_questions = trial.held_out is None or any(
         piece["right"] is not None for piece in _reference_evaluation(trial).pieces
     )
-    return [
-        *([accuracy_claim(sides, trial, no_learning)] if has_questions else []),
-        _claim_same_weights(sides, trial),
-        _claim_forks(sides, trial, no_learning),
-        _claim_trajectories(sides, trial, no_learning, noise),
-    ]
+    claims_by_name: dict[str, Callable[[], Check]] = {
+        **({ACCURACY: lambda: accuracy_claim(sides, trial, no_learning)} if has_questions else {}),
+        WEIGHTS: lambda: _claim_same_weights(sides, trial),
+        FORKS: lambda: _claim_forks(sides, trial, no_learning),
+        SEEDS: lambda: _claim_trajectories(sides, trial, no_learning, noise),
+    }
+    return [claim() for name, claim in claims_by_name.items() if name in (trial.claims or CLAIMS)]
 
 
 def mean_loss_gap(record: RunRecord, reference: RunRecord, after: int = 0) -> float:

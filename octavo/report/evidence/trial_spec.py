@@ -51,7 +51,7 @@ class Trial:
     ``forks`` and ``seeds`` are numbers of runs; ``no_forks`` is the reason if there are no forks. ``held_out`` has the
     evaluations on held-out data, or None without such data. ``expected`` has the estimates made before the first run.
     ``factors`` are the components of a factorial trial, and ``left_out`` the other components that the configuration
-    has in FP8.
+    has in FP8. ``claims`` names the claims to judge, or is empty for all.
     """
 
     held_out: HeldOut | None = None
@@ -63,3 +63,4 @@ class Trial:
     expected: tuple[Estimate, ...] = ()
     factors: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()

@@ -32,12 +32,13 @@ from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.evidence.claims import HeldOut
 from octavo.report.evidence.power import Estimate
 from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed_run
+from octavo.report.evidence.trial_claims import CLAIMS, FORKS, WEIGHTS
 from octavo.report.evidence.trial_spec import Run, Trial
 from octavo.report.trial.design import Design, design
 from octavo.report.trial.judge import Verdict, judge
 from octavo.report.trial.reuse import check_same_files, delete_trial, read_finished
 
-FORKS = 3  # in each precision, where losses decide
+DEFAULT_FORKS = 3  # in each precision, where losses decide
 
 
 def compare(
@@ -54,6 +55,8 @@ def compare(
     accuracy_margin: float | None = None,
     factorial: Sequence[str] = (),
     describe_plan: Callable[[Any], Iterable[str]] | None = None,
+    claims: Sequence[str] = (),
+    announce: bool = True,
 ) -> Verdict:
     """Run the trial and write the report.
 
@@ -73,6 +76,9 @@ def compare(
                      effect of each (``docs/trials.md``)
     describe_plan    returns the lines about the plan, printed once before the first run; None:
                      `octavo.train.loop.summary.summary`
+    claims           names of the claims to judge (`octavo.report.evidence.trial_claims.CLAIMS`), whose runs are
+                     trained; none: all. Only in phases sft and pretrain
+    announce         print the design, the number of runs and the plans before the first run
 
     What the trial can be expected to decide is printed before the first run (:mod:`octavo.report.trial.design`). If an
     FP8 run fails, its verdict is fail and the others continue; a high-precision run that fails ends the trial. Writes
@@ -86,8 +92,12 @@ def compare(
             f"compare was started on {ranks} processes, but it runs in one. Start it without torchrun; `octavo "
             "compare FILE --nproc N` trains each run over N processes"
         )
+    if claims and (cfg.train.phase in BEYOND_SFT or not set(claims) <= set(CLAIMS)):
+        raise ReportError(f"claims={tuple(claims)}: phase {cfg.train.phase} has no such choice of {', '.join(CLAIMS)}")
+    if claims and FORKS not in claims:
+        forks = 0
     if forks is None:
-        forks = 0 if cfg.train.phase in BEYOND_SFT or factorial else FORKS
+        forks = 0 if cfg.train.phase in BEYOND_SFT or factorial else DEFAULT_FORKS
     if jobs > 1 and nproc > 1:
         raise ReportError(
             f"jobs={jobs} and nproc={nproc}: either several runs train at the same time, or each uses several "
@@ -100,7 +110,7 @@ def compare(
         savings = not factorial
     trial_design = design(
         cfg, recipes, directory, savings=savings, forks=forks, seeds=seeds, accuracy_margin=accuracy_margin,
-        factorial=factorial, fresh=fresh,
+        factorial=factorial, fresh=fresh, claims=claims,
     )  # fmt: skip
     plans = [
         plan for run in trial_design.runs for plan in _plan_run(run, fresh)
@@ -111,6 +121,34 @@ def compare(
     trial_design = replace(trial_design, expected=_load_or_save_expectation(trial_design))
     from octavo.report.trial.report_page import write
 
+    if announce:
+        _announce(trial_design, plans, console, describe_plan)
+    started = time.monotonic()
+    records = _train_runs(trial_design.runs, jobs, console, nproc)
+    with_high = not claims or WEIGHTS in claims
+    evaluations = _evaluate_held_out(trial_design.cfg, records, trial_design.directory, console, seeds, with_high)
+    trial = Trial(
+        evaluations,
+        trial_design.forks,
+        trial_design.no_forks,
+        seeds,
+        trial_design.accuracy_margin,
+        jobs,
+        trial_design.expected,
+        trial_design.factors,
+        trial_design.left_out,
+        tuple(claims),
+    )
+    verdict = judge(records, trial)
+    write(verdict, [(run, record) for run, record in records if run.kind != "fork"], trial_design.directory / "report")
+    _print(console, f"{len(trial_design.runs)} runs in {time.monotonic() - started:.0f} s")
+    return verdict
+
+
+def _announce(
+    trial_design: Design, plans: Sequence[Any], console: Any, describe_plan: Callable[[Any], Iterable[str]] | None
+) -> None:
+    """Print what the trial can decide, its runs and their plans."""
     for line in trial_design.lines:
         _print(console, line)
     kinds = {"saving": "to measure the cost of each memory saving", "cell": "cells", "fork": "forks of high precision"}
@@ -125,24 +163,6 @@ def compare(
 
         for line in (line for plan in plans for line in (describe_plan or summary)(plan)):
             _print(console, line)
-    started = time.monotonic()
-    records = _train_runs(trial_design.runs, jobs, console, nproc)
-    evaluations = _evaluate_held_out(trial_design.cfg, records, trial_design.directory, console, seeds)
-    trial = Trial(
-        evaluations,
-        trial_design.forks,
-        trial_design.no_forks,
-        seeds,
-        trial_design.accuracy_margin,
-        jobs,
-        trial_design.expected,
-        trial_design.factors,
-        trial_design.left_out,
-    )
-    verdict = judge(records, trial)
-    write(verdict, [(run, record) for run, record in records if run.kind != "fork"], trial_design.directory / "report")
-    _print(console, f"{len(trial_design.runs)} runs in {time.monotonic() - started:.0f} s")
-    return verdict
 
 
 def _load_or_save_expectation(trial_design: Design) -> tuple[Estimate, ...]:
@@ -181,11 +201,11 @@ def _train_runs(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> lis
 
 
 def _evaluate_held_out(
-    cfg: Config, records: Sequence[tuple[Run, RunRecord]], directory: Path, console: Any, seeds: int
+    cfg: Config, records: Sequence[tuple[Run, RunRecord]], directory: Path, console: Any, seeds: int, with_high: bool
 ) -> HeldOut | None:
     """Return the evaluations on held-out data that the claims need, or None without held-out data. In phases rl and
-    preference these are all seeds of both precisions, otherwise the first seed, with its FP8 weights also evaluated in
-    high precision."""
+    preference these are all seeds of both precisions, otherwise the first seed, ``with_high`` also with its FP8 weights
+    in high precision."""
     if not cfg.data.eval:
         return None
     from octavo.report.trial import held_out
@@ -198,7 +218,7 @@ def _evaluate_held_out(
     for run, record in records:
         if run.kind in kinds and not record.failure:
             evaluations.runs[run.name] = held_out.evaluate_run(run, directory, console)
-        if run.kind == "fp8" and not record.failure and not is_beyond_sft:
+        if run.kind == "fp8" and not record.failure and with_high and not is_beyond_sft:
             evaluations.high[run.name] = held_out.evaluate_run(run, directory, console, high=True)
     return evaluations
 

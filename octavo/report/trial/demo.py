@@ -1,4 +1,5 @@
-"""The demo: trains a tiny Qwen3-VL on handwritten digits, runs the trial, writes the report, and asks the FP8 model.
+"""The demo: trains a tiny Qwen3-VL on handwritten digits in high precision and in FP8, judges its accuracy, writes the
+report, and asks the FP8 model. What it can decide was measured before (:mod:`octavo.report.trial.demo_power`).
 
 All results are computed during the run. A second run in the same folder reuses finished parts.
 
@@ -19,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config import Config, load_config
 from octavo.report.evidence.run_reader import ReportError
-from octavo.report.evidence.trust_table import FAIL, UNDECIDED, percent
+from octavo.report.evidence.trial_claims import ACCURACY
+from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, WARN, Check, percent
+from octavo.report.run.page_parts import choose_unit, memory_kinds
+from octavo.report.trial import demo_power
 from octavo.report.trial.compare import compare
 from octavo.report.trial.judge import Verdict
-from octavo.report.trial.runs import make_runs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from rich.text import Text
 
 RECIPE = "blockwise"
-ACCURACY_MARGIN = 0.02  # with 355 different digits one point cannot be resolved
-SHADES = " ░▒▓█"
+STEPS = 500
 ROW = 0  # the held-out image of the questions
 
 
@@ -56,33 +57,35 @@ class DemoAnswers:
     gemms: int
 
 
-def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, console: Any = None) -> Verdict:
-    """Write the data set and the model in ``directory``, run the trial of ``steps`` steps, ask the FP8 model, and print
-    the results.
+def run(
+    directory: str | Path = "demo", steps: int = STEPS, fresh: bool = False, console: Any = None, seed: int = 0
+) -> Verdict:
+    """Write the data set and the model in ``directory``, train it for ``steps`` steps in high precision and as many in
+    FP8, judge its accuracy, ask the FP8 model, and print the results.
 
-    ``fresh`` trains the runs again. ``console`` is a rich console; None prints nothing. Raises ``ReportError`` if the
-    folder holds a demo with other settings, and the errors of the functions that it calls.
+    ``seed`` is of the model's first weights and of the order of the data. ``fresh`` trains the runs again. ``console``
+    is a rich console; None prints nothing. Raises ``ReportError`` if the folder holds a demo with other settings, and
+    the errors of the functions that it calls.
     """
     if steps < 1:
         raise ReportError(f"steps={steps}: the demo needs at least one step")
     directory, started = Path(directory), time.monotonic()
-    clock = Clock()
-    cfg = write_inputs(directory, steps, console)
-    clock.record("data and model")
-    verdict = compare(
-        cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), accuracy_margin=ACCURACY_MARGIN
-    )
-    clock.record("trial")
-    failure = next(run["failure"] for run in verdict.data["arms"] if run["kind"] == "fp8")
-    if failure:
-        raise ReportError(f"FP8 {RECIPE} failed: {failure}. Report: {directory / 'report' / 'report.html'}")
-    trained = next(run for run in make_runs(cfg, [RECIPE], directory) if run.kind == "fp8")
-    interview = ask_model(Path(trained.cfg.run.dir), directory / "digits" / "test.json", ROW)
-    save_figure(interview, directory / "answer.png")
-    clock.record("question")
+    page = directory / "report" / "report.html"
+    cfg = write_inputs(directory, steps, console, seed)
     if console is not None:
-        print_answers(console, interview, directory)
-        print_summary(console, verdict, directory, clock, time.monotonic() - started)
+        print_introduction(console, cfg, page)
+    verdict = compare(
+        cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), accuracy_margin=demo_power.MARGIN,
+        savings=False, claims=(ACCURACY,), announce=False,
+    )  # fmt: skip
+    fp8 = next(run for run in verdict.data["arms"] if run["kind"] == "fp8")
+    if fp8["failure"]:
+        raise ReportError(f"FP8 {RECIPE} failed: {fp8['failure']}. Report: {page}")
+    answers = ask_model(directory / "arms" / fp8["name"], directory / "digits" / "test.json", ROW)
+    save_figure(answers, directory / "answer.png")
+    if console is not None:
+        for line in summary(verdict, answers, directory, time.monotonic() - started):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     return verdict
 
 
@@ -96,39 +99,88 @@ def _jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def print_introduction(console: Any, cfg: Config, page: Path) -> None:
+    """Print what is trained, what the trial can decide, and where its page will be."""
+    chance = demo_power.read().shown_probability
+    lines = [
+        f"A tiny Qwen3-VL learns to read handwriting, {cfg.train.steps} steps in high precision and the same in FP8 "
+        f"({RECIPE}, with activations and optimizer states in FP8, weights in BF16).",
+        "Then both answer questions about digits of the held-out handwriting. Pass: FP8 loses at most "
+        f"{100 * demo_power.MARGIN:g} points (95 % interval).",
+    ]
+    if cfg.train.steps == STEPS:
+        lines.append(f"If FP8 changes nothing, it passes with probability {chance} (octavo demo --power).")
+    lines.append(f"The page: {page}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: float) -> list[str]:
+    """Return the last lines to print, at most twelve: the verdict, what was counted, and what to do next."""
+    high, fp8 = (next(run for run in verdict.data["arms"] if run["kind"] == kind) for kind in ("reference", "fp8"))
+    dtype, claim = verdict.data["reference_dtype"], next(c for c in verdict.claims if c.name == ACCURACY)
+    results = {
+        PASS: f"reads handwriting as well as {dtype}",
+        FAIL: f"reads handwriting worse than {dtype}",
+        WARN: f"reads handwriting better than {dtype} by more than the margin",
+    }
+    lines = [f"{claim.status.upper()}: {results.get(claim.status, 'not decided')}"]
+    if claim.low is not None and claim.high is not None:
+        shares = [percent(run["eval"]["exact_match"], 1) for run in (fp8, high)]
+        lines[0] += (
+            f" ({shares[0]} of the answers are right, {shares[1]} in {dtype}; 95 %: {100 * claim.low:+.1f} to "
+            f"{100 * claim.high:+.1f} points, margin {100 * demo_power.MARGIN:g})"
+        )
+    if claim.status == UNDECIDED:
+        lines[0] += f": {claim.sentence}"
+    layers = sum(row["recipe"] is not None for row in fp8["plan"]["rows"])
+    gemms = next(check for check in verdict.checks if check.name == "fp8_gemms")
+    counted = f"All {layers} planned layers ran in FP8: {fp8['proof'].get('fp8_gemms', 0):,} GEMMs counted."
+    lines.append(counted if gemms.status == PASS else f"{gemms.status.upper()}: {gemms.sentence}")
+    totals = [sum(run["memory"].get(kind, 0) for kind in memory_kinds([("", run["memory"])])) for run in (fp8, high)]
+    if all(totals):
+        unit, size = choose_unit(max(totals))
+        shown = [f"{total / size:.1f}" for total in totals]
+        lines.append(
+            f"Weights, gradients, optimizer states and saved activations take {shown[0]} {unit}, {shown[1]} in {dtype}."
+        )
+    lines += [f"{check.status.upper()}: {check.title}: {check.sentence}" for check in _others(verdict)[:3]]
+    said = ", ".join(f"{a.question} {a.answer or '(nothing)'}" for a in answers.answers)
+    right = sum(answer.right for answer in answers.answers)
+    lines.append(f"Asked about {directory / 'answer.png'}: {said} ({right} of {len(answers.answers)} right).")
+    if not any(run["environment"].get("gpus") for run in (fp8, high)):
+        lines.append("On this CPU FP8 is emulated: speed needs a GPU.")
+    lines.append(f"{seconds:.0f} s. The page: {directory / 'report' / 'report.html'}")
+    image = directory / "digits" / "images" / "test" / "00001.png"
+    lines.append(f'Next: octavo generate {directory / "arms" / fp8["name"]} --image {image} --prompt "First?"')
+    lines.append(f"      octavo plan {directory / 'demo.yaml'}")
+    return lines
+
+
+def _others(verdict: Verdict) -> list[Check]:
+    """Return the checks that neither passed nor are in the summary, the worst first."""
+    found = [check for check in verdict.checks if check.status in (FAIL, WARN, UNDECIDED)]
+    return sorted((c for c in found if c.name not in (ACCURACY, "fp8_gemms")), key=lambda check: check.status != FAIL)
+
+
 def exit_code(verdict: Verdict) -> int:
-    """Return 1 if the verdict is fail, 3 if the accuracy is undecided, else 0. Loss claims do not count: six minutes of
-    training are too short to decide them."""
-    if verdict.status == FAIL:
-        return 1
-    accuracy = next((claim.status for claim in verdict.claims if claim.name == "accuracy"), UNDECIDED)
-    return 3 if accuracy == UNDECIDED else 0
+    """Return 1 if the verdict is fail, 3 if it is undecided, else 0."""
+    return verdict.exit_code
 
 
-class Clock:
-    """Measures seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def record(self, name: str) -> None:
-        now = time.monotonic()
-        self.seconds[name], self._last = now - self._last, now
-
-
-def write_inputs(directory: Path, steps: int, console: Any) -> Config:
+def write_inputs(directory: Path, steps: int, console: Any, seed: int = 0) -> Config:
     """Write digits, the untrained checkpoint and ``demo.yaml``; existing files must be the same."""
     from octavo.data.builtin import digits
     from octavo.models.tiny import tiny
 
     directory.mkdir(parents=True, exist_ok=True)
     digits.write(directory / "digits", console=console)
-    tiny.write("qwen3_vl", directory / "model", texts=_tokenizer_texts(directory / "digits" / "train.json"))
+    texts = _tokenizer_texts(directory / "digits" / "train.json")
+    tiny.write("qwen3_vl", directory / "model", seed=seed, texts=texts)
     file = directory / "demo.yaml"
     if not file.is_file():
         file.write_text(resources.files(__package__).joinpath("demo.yaml").read_text(encoding="utf-8"))
-    return load_config(file, [f"train.steps={steps}"])
+    return load_config(file, [f"train.steps={steps}", f"run.seed={seed}"])
 
 
 def _tokenizer_texts(file: Path) -> list[str]:
@@ -163,26 +215,6 @@ def ask_model(run: Path, file: Path, number: int) -> DemoAnswers:
     return DemoAnswers(image, tuple(answers), sum(counts.values()))
 
 
-def render_image(image: Image, colour: bool) -> Text:
-    """Render a grey image as terminal text: in colour two pixels per half block, otherwise shades, two columns per
-    pixel."""
-    import numpy as np
-    from rich.text import Text
-
-    grey = np.asarray(image.convert("L"))
-    text = Text()
-    if not colour:
-        for line in grey:
-            text.append("".join(SHADES[int(value) * (len(SHADES) - 1) // 255] * 2 for value in line) + "\n")
-        return text
-    wide = grey.repeat(2, axis=0).repeat(2, axis=1)
-    for upper, lower in zip(wide[::2], wide[1::2], strict=True):
-        for above, below in zip(upper, lower, strict=True):
-            text.append("▀", style=f"rgb({above},{above},{above}) on rgb({below},{below},{below})")
-        text.append("\n")
-    return text
-
-
 def save_figure(interview: DemoAnswers, path: Path) -> None:
     """Save a figure of the image with the questions, the answers and the truth."""
     import matplotlib
@@ -207,34 +239,3 @@ def save_figure(interview: DemoAnswers, path: Path) -> None:
             right.text(0.42, height, answer.answer or "(nothing)", fontsize=15, fontweight="bold", color=color)
             right.text(0.78, height, answer.truth, fontsize=15)
         figure.savefig(path, dpi=150)
-
-
-def print_answers(console: Any, interview: DemoAnswers, directory: Path) -> None:
-    """Print the image and the conversation."""
-    from rich.table import Table
-
-    console.print("\nThe FP8 model answers questions about a held-out image:", highlight=False)
-    console.print(render_image(interview.image, colour=console.color_system is not None and console.is_terminal))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for word in ("question", "FP8 model", "truth", ""):
-        table.add_column(word)
-    for answer in interview.answers:
-        mark = "[green]right[/]" if answer.right else "[red]wrong[/]"
-        table.add_row(answer.question, answer.answer or "(nothing)", answer.truth, mark)
-    console.print(table)
-    message = f"Computed with {interview.gemms} FP8 GEMMs; saved as {directory / 'answer.png'}"
-    console.print(message, highlight=False)
-
-
-def print_summary(console: Any, verdict: Verdict, directory: Path, clock: Clock, seconds: float) -> None:
-    """Print the verdict, both accuracies, the seconds of each stage, and the path of the report."""
-    console.print()
-    for run in verdict.data["arms"]:
-        right = (run["eval"] or {}).get("exact_match")
-        shown = "not evaluated" if right is None else f"{percent(right, 1)} of held-out questions"
-        console.print(f"  {run['label']:<24} loss {run['last_loss']:.4f}  {shown}", highlight=False)
-    stages = ", ".join(f"{name} {spent:.0f} s" for name, spent in clock.seconds.items())
-    console.print()
-    for line in verdict.lines:
-        console.print(line, highlight=False, markup=False)
-    console.print(f"{seconds:.0f} s ({stages}). Report: {directory / 'report' / 'report.html'}", highlight=False)

@@ -1,8 +1,8 @@
 """Designs a trial before its first run: its runs, their order, and the expected results.
 
-No training and no writing here. The spread of gaps comes from earlier runs in the same folder if there are any (two
-seeds were trained, six are requested); otherwise a spread that was measured elsewhere is assumed. Every line names the
-source. A spread of two or three gaps may be several times too small.
+No training and no writing here. The spread of gaps comes from earlier runs in the same folder (two seeds were trained,
+six are requested). Without such runs nothing is predicted: another task's spread says nothing about this one, by a
+factor of hundreds in both directions. A spread of two or three gaps may be several times too small.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy as np
 from octavo.base.plural import count_noun
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.report.evidence import claims, factorial, rl_claims
+from octavo.report.evidence import claims as intervals
+from octavo.report.evidence import rl_claims
 from octavo.report.evidence.claims import LOSS_MARGIN, MIN_FORK_STEPS, Evaluation, Interval
 from octavo.report.evidence.power import Estimate, spread_from_half_width
 from octavo.report.evidence.run_reader import ReportError, RunRecord
@@ -37,14 +38,8 @@ from octavo.report.evidence.trial_spec import Run
 from octavo.report.trial import factorial_cells, held_out, runs
 from octavo.report.trial.reuse import check_reusable, check_same_casts, read_finished
 
-# Assumed spreads where no earlier run shows them, as shares; docs/trials.md lists them with their sources.
-PAIR_SPREAD = 0.0017  # mean losses of FP8 and high precision, pairs of seeds: docs/studies.md, pretraining, four pairs
-FORK_SPREAD = 0.00013  # of forks after two thirds about their mean: the same study, four of each recipe
-ANSWER_SPREAD = 0.132  # accuracy, by source of questions: the demo, from its interval over 355 sources
-WEIGHTS_SPREAD = 0.139  # loss of the same weights, by source: the demo, whose loss is near 0, so probably too large
-SEED_SPREAD = 0.0107  # accuracy, pairs of seeds: digits in phase rl, two trials of three pairs
-DECODER = "assumed, as in docs/studies.md"
-DEMO = "assumed, as in the demo (docs/trials.md)"
+UNKNOWN = "no spread is recorded for this task, so nothing is predicted; {fix}"
+FIRST_SEEDS = "--seeds 2 first, then more in the same folder, predicts by the first two"
 
 Records = list[tuple[Run, RunRecord]]
 
@@ -78,8 +73,14 @@ class Design:
     @property
     def lines(self) -> list[str]:
         """The lines to print: expected results, and notes on the design."""
-        lines_to_print = ["If FP8 changes nothing, the expected results of this trial are (95 % intervals):"]
-        lines_to_print += [f"  {estimate.line}" for estimate in self.expected]
+        known = [estimate for estimate in self.expected if not estimate.why_not]
+        unknown: dict[str, list[str]] = {}
+        for estimate in self.expected:
+            if estimate.why_not:
+                unknown.setdefault(estimate.why_not, []).append(estimate.title)
+        lines_to_print = ["If FP8 changes nothing, the expected results are (95 % intervals):"] if known else []
+        lines_to_print += [f"  {estimate.line}" for estimate in known]
+        lines_to_print += [f"{', '.join(titles)}: {why}" for why, titles in unknown.items()]
         if self.factors:
             lines_to_print.append(
                 f"  {2 ** len(self.factors)} cells of {self.seeds} seed(s): {', '.join(self.factors)}"
@@ -112,6 +113,7 @@ def design(
     accuracy_margin: float | None = None,
     factorial: Sequence[str] = (),
     fresh: bool = False,
+    claims: Sequence[str] = (),
 ) -> Design:
     """Return the runs that :func:`octavo.report.trial.compare.compare` would train with the same arguments, and their
     expected results. Raises ``ReportError`` for arguments that it would reject."""
@@ -124,7 +126,7 @@ def design(
             "--seeds 3 trains whole runs of several seeds"
         )
     if accuracy_margin is None:
-        accuracy_margin = (rl_claims if is_beyond_sft else claims).ACCURACY_MARGIN
+        accuracy_margin = (rl_claims if is_beyond_sft else intervals).ACCURACY_MARGIN
     factors = factorial_cells.check_components(factorial) if factorial else ()
     if factors:
         factorial_cells.check_settings(cfg, recipes, savings)
@@ -132,7 +134,7 @@ def design(
     if factors:
         planned, left_out = factorial_cells.make_runs(cfg, factors, recipes, directory, forks, seeds)
     else:
-        planned, left_out = runs.make_runs(cfg, recipes, directory, savings, forks, seeds), ()
+        planned, left_out = runs.make_runs(cfg, recipes, directory, savings, forks, seeds, claims=claims), ()
     for run in [] if fresh else planned:  # refuse before the first run takes minutes
         check_reusable(run)
     if not fresh:
@@ -141,7 +143,8 @@ def design(
     if no_forks:
         planned, forks = [run for run in planned if run.kind != "fork"], 0
     result = Design(cfg, directory, tuple(planned), seeds, forks, no_forks, accuracy_margin, factors, left_out)
-    return replace(result, expected=tuple(_estimate_claims(result, fresh)))
+    expected = (estimate for estimate in _estimate_claims(result, fresh) if not claims or estimate.claim in claims)
+    return replace(result, expected=tuple(expected))
 
 
 def _why_no_forks(planned: Sequence[Run], fresh: bool) -> str:
@@ -178,21 +181,19 @@ def _estimate_claims(trial_design: Design, fresh: bool) -> list[Estimate]:
         _estimate_same_weights(trial_design, records),
     ]
     if trial_design.forks:
-        estimates.append(
-            _estimate_gaps(FORKS, "forks", trial_design.forks, _fork_gaps(trial_design, records), FORK_SPREAD)
-        )
+        estimates.append(_estimate_gaps(FORKS, "forks", trial_design.forks, _fork_gaps(trial_design, records)))
     elif trial_design.no_forks:
-        estimates.append(replace(_estimate_gaps(FORKS, "forks", 0, [], FORK_SPREAD), why_not=trial_design.no_forks))
+        estimates.append(replace(_estimate_gaps(FORKS, "forks", 0, []), why_not=trial_design.no_forks))
     if trial_design.seeds > 1:
-        estimates.append(_estimate_gaps(SEEDS, "pairs of seeds", trial_design.seeds, _pair_gaps(records), PAIR_SPREAD))
+        estimates.append(_estimate_gaps(SEEDS, "pairs of seeds", trial_design.seeds, _pair_gaps(records)))
     return estimates + (_estimate_effects(trial_design, records) if trial_design.factors else [])
 
 
-def _estimate_gaps(claim: str, unit: str, units: int, gaps: Sequence[float], prior: float) -> Estimate:
-    title = TITLES[claim]
-    if spread := _standard_deviation(gaps):
-        return Estimate(claim, title, unit, units, spread, LOSS_MARGIN, f"seen in {len(gaps)} {unit} here", seen=True)
-    return Estimate(claim, title, unit, units, prior, LOSS_MARGIN, DECODER)
+def _estimate_gaps(claim: str, unit: str, units: int, gaps: Sequence[float]) -> Estimate:
+    spread = _standard_deviation(gaps)
+    why_not = "" if spread else UNKNOWN.format(fix=FIRST_SEEDS if claim == SEEDS else "the first forks show it")
+    source = f"seen in {len(gaps)} {unit} here"
+    return Estimate(claim, TITLES[claim], unit, units, spread, LOSS_MARGIN, source, seen=bool(spread), why_not=why_not)
 
 
 def _standard_deviation(gaps: Sequence[float]) -> float:
@@ -208,11 +209,10 @@ def _estimate_accuracy(trial_design: Design, records: Records) -> Estimate:
     interval = None
     if pairs:
         fp8_pieces, high_pieces = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
-        interval = claims.paired_accuracy(fp8_pieces, high_pieces)
-    share = math.sqrt(len(pairs) / seeds) if pairs else 1 / math.sqrt(seeds)
-    return _estimate_by_sources(
-        trial_design, ACCURACY, "sources of questions", interval, ANSWER_SPREAD, trial_design.accuracy_margin, share
-    )
+        interval = intervals.paired_accuracy(fp8_pieces, high_pieces)
+    share = math.sqrt(len(pairs) / seeds)
+    margin = trial_design.accuracy_margin
+    return _estimate_by_sources(trial_design, ACCURACY, "sources of questions", interval, margin, share)
 
 
 def _estimate_same_weights(trial_design: Design, records: Records) -> Estimate:
@@ -221,29 +221,20 @@ def _estimate_same_weights(trial_design: Design, records: Records) -> Estimate:
         if run.kind == "fp8" and interval is None:
             low, high = (held_out.read_evaluation(run, trial_design.directory, high) for high in (False, True))
             if low is not None and high is not None:
-                interval = claims.relative_loss(low.pieces, high.pieces)
-    return _estimate_by_sources(
-        trial_design, WEIGHTS, "images or documents", interval, WEIGHTS_SPREAD, LOSS_MARGIN, 1.0
-    )
+                interval = intervals.relative_loss(low.pieces, high.pieces)
+    return _estimate_by_sources(trial_design, WEIGHTS, "images or documents", interval, LOSS_MARGIN)
 
 
 def _estimate_by_sources(
-    trial_design: Design, claim: str, unit: str, interval: Interval | None, prior: float, margin: float, share: float
+    trial_design: Design, claim: str, unit: str, interval: Interval | None, margin: float, share: float = 1.0
 ) -> Estimate:
-    """Return the estimate from an observed interval, or else from the number of held-out rows, which is at least the
-    number of sources."""
+    """Return the estimate from an observed interval; ``share``: of its spread."""
+    title, seen = TITLES[claim], "seen here"
     if interval is not None:
         spread = share * spread_from_half_width(interval.half, interval.units)
-        return Estimate(claim, TITLES[claim], unit, interval.units, spread, margin, "seen here", seen=True)
-    unknown = Estimate(claim, TITLES[claim], "held-out rows", 0, share * prior, margin, DEMO)
-    if not trial_design.cfg.data.eval:
-        return replace(unknown, why_not=NO_DATA)
-    from octavo.data.errors import DataError
-
-    try:
-        return replace(unknown, units=held_out.count_rows(trial_design.cfg))
-    except DataError as error:  # the first run raises it again and ends the trial
-        return replace(unknown, why_not=f"held-out data cannot be counted: {error}")
+        return Estimate(claim, title, unit, interval.units, spread, margin, seen, seen=True)
+    why_not = UNKNOWN.format(fix="the first runs show it") if trial_design.cfg.data.eval else NO_DATA
+    return Estimate(claim, title, unit, 0, 0.0, margin, "", why_not=why_not)
 
 
 def _earlier_evaluations(trial_design: Design, records: Records) -> list[tuple[Evaluation, Evaluation]]:
@@ -290,28 +281,23 @@ def _fork_gaps(trial_design: Design, records: Records) -> list[float]:
 
 
 def _estimate_effects(trial_design: Design, records: Records) -> list[Estimate]:
-    """Estimate main effects over seeds, with the largest spread over earlier seeds, or else the assumed spread of
-    pairs."""
+    """Estimate main effects over seeds, by the largest spread over earlier seeds."""
     estimates = []
-    for name, margin, prior, source in (
-        (
-            factorial_cells.ACCURACY,
-            trial_design.accuracy_margin,
-            SEED_SPREAD,
-            "assumed, as in phase rl (docs/trials.md)",
-        ),
-        (factorial_cells.LOSS, LOSS_MARGIN, PAIR_SPREAD, DECODER),
+    for name, margin in (
+        (factorial_cells.ACCURACY, trial_design.accuracy_margin),
+        (factorial_cells.LOSS, LOSS_MARGIN),
     ):
-        spread, seen = factorial.effect_spread(prior, len(trial_design.factors)), False
         mains = [
             effect.by_seed
             for effect in factorial_cells.estimate_effects(records, name, trial_design.factors)
             if effect.is_main
         ]
-        if widest := max(map(_standard_deviation, mains), default=0.0):
-            spread, seen, source = widest, True, f"seen in {len(mains[0])} seeds here"
+        spread = max(map(_standard_deviation, mains), default=0.0)
+        why_not = "" if spread else UNKNOWN.format(fix=FIRST_SEEDS)
+        source = f"seen in {len(mains[0])} seeds here" if mains else ""
+        title = factorial_cells.TITLES[name]
         if name == factorial_cells.LOSS or trial_design.cfg.train.phase != "pretrain":
             estimates.append(
-                Estimate(name, factorial_cells.TITLES[name], "seeds", trial_design.seeds, spread, margin, source, seen)
+                Estimate(name, title, "seeds", trial_design.seeds, spread, margin, source, bool(spread), why_not)
             )
     return estimates

@@ -57,15 +57,6 @@ def read_evaluation(run: Run, directory: Path, high: bool = False) -> Evaluation
     return _read(_result_file(run, directory, high), _weights_identity(run))
 
 
-def count_rows(cfg: Config) -> int:
-    """Return the number of held-out rows of a configuration, without checking them. Raises DataError."""
-    from octavo.data.tasks.sources import open_dataset
-
-    cache = None if cfg.data.cache is None else Path(cfg.data.cache)
-    counts = [(len(open_dataset(dataset, cache)), dataset.max_samples) for dataset in cfg.data.eval]
-    return sum(count if most is None else min(count, most) for count, most in counts)
-
-
 def _result_file(run: Run, directory: Path, high: bool) -> Path:
     return directory / FOLDER / f"{run.name}{'-high' if high else ''}.json"
 

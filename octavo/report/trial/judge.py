@@ -167,15 +167,16 @@ def largest_seed_noise(reference: RunRecord, records: Sequence[RunRecord]) -> fl
 def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> Verdict:
     """Check every FP8 run against the trust table and the claims.
 
-    Raises ``ReportError`` if the reference run, the noise run or the FP8 run is missing.
+    Raises ``ReportError`` if the reference run or the FP8 run is missing, or the run with another seed if losses are
+    judged.
     """
     trial = trial or Trial()
     by_kind = {
         kind: [(run, record) for run, record in runs if run.kind == kind] for kind in ("reference", "noise", "fp8")
     }
-    missing = [kind for kind, members in by_kind.items() if not members]
-    if missing:
-        raise ReportError(f"a verdict needs a reference run, a noise run and an FP8 run; missing: {', '.join(missing)}")
+    needed = [kind for kind in by_kind if kind != "noise" or trial_claims.SEEDS in (trial.claims or CLAIMS)]
+    if missing := [kind for kind in needed if not by_kind[kind]]:
+        raise ReportError(f"a verdict needs the runs {', '.join(needed)}; missing: {', '.join(missing)}")
     ref_run, ref = by_kind["reference"][0]
     is_rl_or_preference = rl_claims.is_rl_or_preference(ref_run)
     noise = math.nan if is_rl_or_preference else largest_seed_noise(ref, [record for _, record in by_kind["noise"]])

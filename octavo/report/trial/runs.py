@@ -14,7 +14,7 @@ from octavo.config import COMPONENTS, RECIPES, Config, Fp8Section, override
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.evidence.claims import MIN_FORK_STEPS
 from octavo.report.evidence.run_reader import ReportError
-from octavo.report.evidence.trial_claims import fork_step
+from octavo.report.evidence.trial_claims import FORKS, SEEDS, fork_step
 from octavo.report.evidence.trial_spec import Run
 from octavo.report.trial.memory_savings import ablation, with_plain_storage, without_savings
 
@@ -30,9 +30,10 @@ def make_runs(
     forks: int = 0,
     seeds: int = 1,
     fp8_components: str = "",
+    claims: Sequence[str] = (),
 ) -> list[Run]:
     """Return the runs of a trial in order; raises ``ReportError`` if none of them would be FP8. ``fp8_components``
-    names the components in FP8 if the configuration has more of them."""
+    names the components in FP8 if the configuration has more of them, ``claims`` the claims to judge (none: all)."""
     own_name = own_recipe(cfg)
     if recipes is None:
         if own_name == "off":
@@ -49,11 +50,12 @@ def make_runs(
     plain = high_precision_config(cfg)
     seed, begins = cfg.run.seed, fork_step(cfg.train.total_steps)
     # The checkpoint is kept even without forks, so that forks can be added later without training high precision again.
-    forkable = cfg.train.phase not in BEYOND_SFT and cfg.train.total_steps - begins >= MIN_FORK_STEPS
+    may_fork = cfg.train.phase not in BEYOND_SFT and (not claims or FORKS in claims)
+    forkable = may_fork and cfg.train.total_steps - begins >= MIN_FORK_STEPS
     milestones = (begins,) if forks or forkable else ()
     forkable_cfg = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": milestones})})
     reference = _make_run(forkable_cfg, directory, "high-precision", HIGH, "reference", seed)
-    other_seeds = range(seed + 1, seed + max(seeds, 2))
+    other_seeds = range(seed + 1, seed + max(seeds, 2 if not claims or SEEDS in claims else 1))
     runs = [
         reference,
         *(
