@@ -17,9 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=arguments.positive, default=500, metavar="N", help="number of training steps (default 500)"
     )
-    parser.add_argument(
-        "--seed", type=arguments.natural, default=0, metavar="N", help="of weights and data"
-    )
+    parser.add_argument("--seed", type=arguments.natural, default=0, metavar="N", help="of weights and data")
     parser.add_argument("--fresh", action="store_true", help="retrain all runs")
     parser.add_argument("--power", action="store_true", help="print what the demo can decide, and train nothing")
     arguments.add_json(parser)

@@ -343,11 +343,9 @@ def test_compare_power_trains_nothing(here, capsys):
     command = ["compare", "run.yaml", "--factorial", "image_encoder,foundation", "--seeds", "2", "--out", "unused"]
     assert main([*command, "--power"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("If FP8 changes nothing") and sum("from 4 held-out rows" in line for line in lines) == 2
-    assert (
-        "Effect on held-out loss: +-1.1 % from 2 seeds, margin 0.25 %: passes with probability 18 %, 80 % power needs 5"
-        in lines[5]
-    )
+    unknown = [line for line in lines if "no spread is recorded for this task" in line]
+    assert "Effect on held-out accuracy, Effect on held-out loss" in unknown[-1] and "--seeds 2 first" in unknown[-1]
+    assert not any("passes with probability" in line for line in lines)
     at = lines.index("8 runs, 0 of them already trained:")
     assert lines[at + 3].split() == ["3", "FP8", "in", "image_encoder,", "seed", "0"] and len(lines) == at + 9
     assert main([*command, "--power", "--json"]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -78,9 +77,8 @@ def test_wheel_of_tracked_files_runs_in_another_folder(wheel, tmp_path):
     assert str(tmp_path) in subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
 
 
-# The demo with few digits and steps, without forks.
+# The demo with few digits and steps.
 SMALL_DEMO = """
-import functools
 import octavo
 from octavo.cli import main
 from octavo.data.builtin import digits
@@ -91,7 +89,6 @@ if __name__ == "__main__":
     print(octavo.__file__, main.__file__, sep="\\n")
     write = digits.write
     digits.write = lambda directory, console=None: write(directory, train=64, test=16)
-    demo.compare = functools.partial(demo.compare, forks=0)
     demo.run("demo", steps=4, console=Console(width=200))
 """
 
@@ -116,7 +113,7 @@ def test_small_demo_runs_from_a_wheel_in_an_empty_environment(wheel, tmp_path, m
     assert [Path(line).is_relative_to(site) for line in printed.splitlines()[:2]] == [True, True]
     for name in ("demo.yaml", "report/report.html", "answer.png"):
         assert (tmp_path / "demo" / name).stat().st_size > 100, printed + done.stderr
-    assert "Computed with " in printed and " FP8 GEMMs; saved as" in printed and printed.count("report.html") == 1
+    assert "planned layers ran in FP8: " in printed and printed.count("report.html") == 2
 
     def refuse(*_, **__):
         raise AssertionError("trained again")
@@ -124,10 +121,9 @@ def test_small_demo_runs_from_a_wheel_in_an_empty_environment(wheel, tmp_path, m
     monkeypatch.setattr(train, "run", refuse)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(digits, "write", lambda *_, **__: None)
-    monkeypatch.setattr(demo, "compare", functools.partial(demo.compare, forks=0))
     verdict = demo.run("demo", steps=4)
-    assert verdict.line in printed
-    fp8 = verdict.data["arms"][2]
+    assert f"{verdict.claims[0].status.upper()}: " in printed and [c.name for c in verdict.claims] == ["accuracy"]
+    fp8 = verdict.data["arms"][1]
     assert fp8["proof"]["shares"]["image_encoder"] == fp8["proof"]["shares"]["foundation"] == 1.0
     assert fp8["health"] and all(0.9 < layer["dw_cosine"] <= 1 for layer in fp8["health"])
     assert verdict.data["arms"][0]["health"] == [] and fp8["eval"]["questions"] == 64

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from rich.console import Console
 
+from octavo.cli.main import main
 from octavo.report import ReportError
-from octavo.report.trial import demo
+from octavo.report.evidence.trust_table import Check
+from octavo.report.trial import demo, demo_power
 from octavo.report.trial.demo import Answer, DemoAnswers
+from octavo.report.trial.judge import Verdict
 
 
 @pytest.fixture
@@ -56,16 +58,6 @@ def test_zero_steps_are_rejected(tmp_path: Path, steps: int) -> None:
     assert not (tmp_path / "demo").exists()
 
 
-def test_image_renders_with_and_without_colour(image: Image.Image) -> None:
-    coloured = demo.render_image(image, colour=True)
-    lines = coloured.plain.splitlines()
-    assert len(lines) == 16 and all(line == "▀" * 32 for line in lines)
-    assert "rgb(255,255,255)" in str(coloured.spans[-1].style)
-    plain = demo.render_image(image, colour=False).plain.splitlines()
-    assert len(plain) == 16 and {len(line) for line in plain} == {32}
-    assert plain[0].strip() == "" and plain[-1] == "▓▓" * 15 + "██"
-
-
 def test_questions_follow_earlier_answers_of_the_model(tmp_path: Path, monkeypatch) -> None:
     heard: list[list[dict]] = []
 
@@ -90,11 +82,81 @@ def test_questions_follow_earlier_answers_of_the_model(tmp_path: Path, monkeypat
     assert heard[1][1]["content"][0]["text"] == "1"
 
 
-def test_answers_are_saved_and_printed(interview: DemoAnswers, tmp_path: Path) -> None:
+def verdict(status: str = "pass", *, share: float = 0.992, eval: bool = True, others: tuple[Check, ...] = ()) -> Any:
+    """A verdict of the demo, as `compare` returns it."""
+    low, high = (-0.003, 0.025) if eval else (None, None)
+    claim = Check("accuracy", "Held-out accuracy", "FP8 blockwise", 0.011, "", "", status, "so it is", low, high, 0.03)
+    gemms = Check("fp8_gemms", "FP8 GEMMs ran where planned", "FP8 blockwise", 0.0, "", "", "pass", "all")
+    sides = {"reference": (0.981, 100), "fp8": (share, 31)}
+    arms = [
+        {
+            "kind": kind, "name": kind, "eval": {"exact_match": right}, "memory": {"weights": 2**20 * size},
+            "plan": {"rows": [{"recipe": {}}, {"recipe": None}]}, "proof": {"fp8_gemms": 1500}, "environment": {},
+        }
+        for kind, (right, size) in sides.items()
+    ]  # fmt: skip
+    checks = (claim, gemms, *others)
+    return Verdict(status, "", (), checks, {"arms": arms, "reference_dtype": "fp32"})
+
+
+@pytest.mark.parametrize(
+    ("status", "begins"),
+    [
+        (
+            "pass",
+            "PASS: reads handwriting as well as fp32 (99.2 % of the answers are right, 98.1 % in fp32; 95 %: -0.3",
+        ),
+        ("fail", "FAIL: reads handwriting worse than fp32 ("),
+        ("warn", "WARN: reads handwriting better than fp32 by more than the margin ("),
+        ("undecided", "UNDECIDED: "),
+    ],
+)
+def test_last_lines_begin_with_the_result(interview: DemoAnswers, tmp_path: Path, status: str, begins: str) -> None:
+    cold = Check("dw_cosine", "Cosine of weight gradients", "FP8 blockwise", 0.9, "", "", "warn", "low in one layer")
+    lines = demo.summary(verdict(status, others=(cold,)), interview, tmp_path, 151.0)
+    assert lines[0].startswith(begins) and len(lines) <= 12
+    assert status == "undecided" or "margin 3)" in lines[0]
+    assert lines[1] == "All 1 planned layers ran in FP8: 1,500 GEMMs counted."
+    assert "take 31.0 MiB, 100.0 in fp32." in lines[2] and lines[3].startswith("WARN: Cosine of weight gradients: low")
+    text = "\n".join(lines)
+    assert "First? 7, Second? (nothing) (1 of 2 right)" in text and "speed needs a GPU" in text
+    assert "151 s. The page: " in text and "octavo generate " in text and "octavo plan " in text
+    assert "loss" not in text, "a last loss near zero means nothing to a reader"
+
+
+def test_verdict_without_an_interval_has_no_figures(interview: DemoAnswers, tmp_path: Path) -> None:
+    lines = demo.summary(verdict("undecided", eval=False), interview, tmp_path, 1.0)
+    assert lines[0] == "UNDECIDED: not decided: so it is"
+
+
+def test_answers_are_saved_as_a_picture(interview: DemoAnswers, tmp_path: Path) -> None:
     demo.save_figure(interview, tmp_path / "answer.png")
     assert Image.open(tmp_path / "answer.png").size[0] > 800
-    out = io.StringIO()
-    demo.print_answers(Console(file=out, width=100), interview, tmp_path)
-    assert "First?" in out.getvalue() and "right" in out.getvalue()
-    assert "(nothing)" in out.getvalue() and "wrong" in out.getvalue()
-    assert "Computed with 168 FP8 GEMMs; saved as" in out.getvalue()
+
+
+# --- what the demo can decide -----------------------------------------------------------------------------------------
+
+
+def test_recorded_seeds_pass_with_the_stated_probability() -> None:
+    """Simulated: differences drawn with the recorded spread around no difference, judged as the claim is."""
+    power = demo_power.read()
+    assert len(power.results) >= 8 and power.pass_probability() >= 0.995
+    scatter = np.random.default_rng(0).normal(0.0, power.spread, 200_000)
+    passed = scatter - power.below >= -power.margin
+    assert passed.mean() == pytest.approx(power.pass_probability(), abs=5e-4)
+    assert power.pass_probability(-power.margin) < 0.05 < power.smallest_failing
+    differences = [result.fp8 - result.high for result in power.results]
+    assert power.spread == pytest.approx(np.std(differences, ddof=1))
+    for result in power.results:
+        assert (result.status == "pass") == (result.lower >= -power.margin), "the margin was fixed by these"
+
+
+def test_power_is_printed_without_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--power"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "Claim: held-out accuracy" in printed and "demo_seeds.json" in printed and "It fails if FP8 answers" in printed
+    )
+    assert main(["demo", "--power", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["margin"] == demo_power.MARGIN and data["pass_probability"] >= 0.995

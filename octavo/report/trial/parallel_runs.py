@@ -56,7 +56,7 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None, nproc: i
     failures: dict[str, str] = {}
     with ExitStack() as stack:
         requests = stack.enter_context(_stop_requests())
-        progress = stack.enter_context(_Progress(runs, console))
+        progress = stack.enter_context(_Progress(runs, console, jobs))
         stack.callback(_stop_all, running)
         while waiting or running:
             while len(running) < jobs and (ready := next((run for run in waiting if _is_ready(run)), None)):
@@ -157,23 +157,22 @@ def _stop_all(running: list[_RunProcess]) -> None:
 
 
 class _Progress:
-    """Shows progress from the metrics of the runs: a bar per run on a terminal, otherwise lines, nothing if the console
-    is None."""
+    """Shows progress from the metrics of the runs and the time left for all of them: a bar per run on a terminal,
+    otherwise lines, nothing if the console is None."""
 
-    def __init__(self, runs: Sequence[Run], console: Any) -> None:
+    def __init__(self, runs: Sequence[Run], console: Any, jobs: int = 1) -> None:
         self.runs, self.console = runs, console
+        self.left = _TimeLeft([run.cfg.train.total_steps - run.begins for run in runs], jobs)
         self._bars: Any = None
         self._last = time.monotonic()
 
     def __enter__(self) -> _Progress:
         if self.console is not None and self.console.is_terminal:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
             self._bars = Progress(*columns, console=self.console, refresh_per_second=4)
-            self._tasks = [
-                self._bars.add_task(run.label, total=run.cfg.train.total_steps - run.begins) for run in self.runs
-            ]
+            self._tasks = [self._bars.add_task(run.label, total=1.0, note="") for run in self.runs]
             self._bars.start()
         return self
 
@@ -186,16 +185,54 @@ class _Progress:
     def update(self, final: bool = False) -> None:
         if self.console is None:
             return
+        done, totals = [_count_steps(run) for run in self.runs], self.left.totals
+        left = self.left.update(done, time.monotonic())
+        shown = f", about {format_time(left)} left" if left and not final else ""
         if self._bars is not None:
-            for task, run in zip(self._tasks, self.runs, strict=True):
-                self._bars.update(task, completed=_count_steps(run))
+            for number, (task, steps, total) in enumerate(zip(self._tasks, done, totals, strict=True)):
+                note = f"{steps}/{total}{shown if number == len(done) - 1 else ''}"
+                self._bars.update(task, completed=steps / total, note=note)
         elif final or time.monotonic() - self._last >= LINES:
             self._last = time.monotonic()
-            steps = [(run, _count_steps(run), run.cfg.train.total_steps - run.begins) for run in self.runs]
-            done = sum(now >= total for _, now, total in steps)
-            going = [f"{run.label} {now}/{total}" for run, now, total in steps if 0 < now < total]
-            text = " | ".join([f"{done} of {len(steps)} runs done", *going])
+            counts = list(zip(self.runs, done, totals, strict=True))
+            ended = sum(now >= total for _, now, total in counts)
+            going = [f"{run.label} {now}/{total}" for run, now, total in counts if 0 < now < total]
+            text = " | ".join([f"{ended} of {len(counts)} runs done{shown}", *going])
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class _TimeLeft:
+    """Estimates the time left for runs of ``totals`` steps of which ``jobs`` train at the same time: each run at its
+    own speed since its first recorded step, and those that wait at the mean speed of the others."""
+
+    def __init__(self, totals: Sequence[int], jobs: int) -> None:
+        self.totals, self.jobs = totals, jobs
+        self._first: dict[int, tuple[int, float]] = {}  # run -> (steps, time) when it was first seen training
+
+    def update(self, done: Sequence[int], now: float) -> float | None:
+        """Return the seconds left, or None before two steps of a run were seen."""
+        for number, steps in enumerate(done):
+            if steps and number not in self._first:
+                self._first[number] = steps, now
+        paces = {
+            number: (now - began) / (done[number] - steps)
+            for number, (steps, began) in self._first.items()
+            if done[number] > steps
+        }
+        if not paces:
+            return None
+        mean = sum(paces.values()) / len(paces)
+        left = [
+            (total - steps) * paces.get(number, mean)
+            for number, (steps, total) in enumerate(zip(done, self.totals, strict=True))
+        ]
+        return max(*left, sum(left) / self.jobs)
+
+
+def format_time(seconds: float) -> str:
+    """Return a time as "40 s" or "3 min 10 s", rounded to ten seconds."""
+    tens = max(10, round(seconds / 10) * 10)
+    return f"{tens} s" if tens < 60 else f"{tens // 60} min {tens % 60} s".removesuffix(" 0 s")
 
 
 def _count_steps(run: Run) -> int:
