@@ -15,9 +15,11 @@ from synthetic_runs import LAYERS, health, held, losses, plan
 
 from octavo.config import override
 from octavo.report import LayerHealth, ReportError, Trial
-from octavo.report.evidence.trust_table import loss_gap, seed_noise
+from octavo.report.evidence.trust_table import Check, loss_gap, seed_noise
+from octavo.report.run import page_parts
 from octavo.report.run.page_parts import format_bytes, plan_groups
 from octavo.report.run.plots import health_figure, running_gap, running_noise, smooth
+from octavo.report.trial.judge import Verdict
 from octavo.report.trial.judge import judge as judge_runs
 from octavo.report.trial.report_page import _computed_on, write
 from octavo.report.trial.reuse import read_finished
@@ -52,10 +54,9 @@ def page(trial, tmp_path: Path, shared):
 def test_verdict_is_in_the_first_line(page) -> None:
     assert page["verdict"].status == "pass" and page["verdict"].reasons == ()
     body = page["html"].split("<body>", 1)[1].strip()
-    assert body.startswith(
-        '<h1><span class="pill pass">pass</span> FP8 blockwise (pass) compared with fp32: held-out accuracy pass'
-    )
-    assert "94.0 % of linear FLOPs counted in FP8" in body.split("</h1>")[0]
+    assert body.startswith('<h1><span class="pill pass">pass</span> blockwise pass, tensorwise pass</h1>')
+    opened = body.split("<h3>Not decided here</h3>")
+    assert "<h2>Claims</h2>" in opened[0] and 'class="edge"' in opened[0]
     assert 'class="pill untried">untried' in body and "use --forks 3" in body
 
 
@@ -105,7 +106,7 @@ def test_page_is_well_formed_and_escaped(page) -> None:
 
 def test_page_follows_dark_mode(page) -> None:
     drawings = re.findall(r"<svg.*?</svg>", page["html"], flags=re.DOTALL)
-    assert len(drawings) == 6  # claims, loss, gap, health of each recipe, memory
+    assert len(drawings) == 5  # loss, gap, health of each recipe, memory
     for drawing in drawings:
         assert "var(--ink)" in drawing and "#22262b" not in drawing
 
@@ -270,3 +271,31 @@ def test_bytes_are_formatted_with_units() -> None:
 )
 def test_page_names_the_device_that_computed(environment: dict, kind: str) -> None:
     assert _computed_on(environment) == kind
+
+
+@pytest.mark.parametrize(
+    ("status", "check", "headline"),
+    [
+        ("pass", None, "FP8 blockwise answers as well as fp32, within the margin"),
+        ("fail", ("accuracy", "Held-out accuracy"), "FP8 blockwise is worse than fp32: held-out accuracy"),
+        ("fail", ("fp8_gemms", "FP8 GEMMs ran where planned"), "FP8 blockwise: FP8 GEMMs ran where planned"),
+        ("undecided", ("loss_forks", "Loss of forks"), "FP8 blockwise: loss of forks"),
+    ],
+)
+def test_headline_has_at_most_twelve_words(status: str, check: tuple[str, str] | None, headline: str) -> None:
+    passed = Check("accuracy", "Held-out accuracy", "FP8 blockwise", 0.0, "", "", "pass", "", -0.01, 0.01, 0.03)
+    other = () if check is None else (Check(*check, "FP8 blockwise", 0.0, "", "", status, ""),)
+    arms = [{"kind": "fp8", "label": "FP8 blockwise", "failure": "", "status": status, "steps": 9}]
+    verdict = Verdict(status, "", (), (*other, passed), {"arms": arms, "reference_dtype": "fp32"})
+    assert verdict.headline == headline and len(headline.split()) <= 12
+    arms[0]["failure"] = "step 9: weights"
+    assert verdict.headline == "FP8 blockwise failed after step 9"
+
+
+def test_interval_beyond_the_axis_keeps_its_numbers_and_the_edge_is_shown(tmp_path: Path) -> None:
+    wide = Check("loss_forks", "Loss of forks", "FP8", -0.05, "-5.0 % (-80 % to +70 %)", "95 % interval", "undecided", "",
+                 -0.8, 0.7, 0.0025)  # fmt: skip
+    (tmp_path / "one.jinja").write_text('{% import "parts.html.jinja" as parts %}{{ parts.claim(claim, "") }}')
+    html = page_parts.render("one.jinja", tmp_path, claim=wide)
+    assert "-5.0 % (-80 % to +70 %)" in html and html.count('class="beyond"') == 2 and 'class="edge"' in html
+    assert 'class="dot"' not in html, "the estimate is beyond the axis"

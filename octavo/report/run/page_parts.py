@@ -46,6 +46,7 @@ def render(name: str, folder: Path = TEMPLATES, **values: Any) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"percent": percent, "bytes": format_bytes, "fixed": format_fixed, "short": format_number}
+    environment.filters["capitalized"] = lambda text: f"{text[:1].upper()}{text[1:]}"
     environment.filters |= {"svg": Markup, "dotted": _break_after_dots, "cut": completions.truncate}
     css = (TEMPLATES / "page.css").read_text(encoding="utf-8")
     return environment.get_template(name).render(version=octavo.__version__, css=css, colors=plots.PALETTE, **values)
@@ -55,6 +56,11 @@ def memory_kinds(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
     """Return the kinds of memory that any run recorded, in the order of ``KINDS``, without peaks."""
     seen = dict.fromkeys(kind for _, memory in bars for kind in memory if kind not in NOT_KINDS)
     return [kind for kind in KINDS if kind in seen] + [kind for kind in seen if kind not in KINDS]
+
+
+def memory_total(memory: Mapping[str, int]) -> int:
+    """Return the bytes of all kinds that a run recorded, without peaks."""
+    return sum(size for kind, size in memory.items() if kind not in NOT_KINDS)
 
 
 def choose_unit(size: float) -> tuple[str, float]:

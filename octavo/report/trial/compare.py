@@ -21,7 +21,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ def compare(
     describe_plan: Callable[[Any], Iterable[str]] | None = None,
     claims: Sequence[str] = (),
     announce: bool = True,
+    ask: Callable[[Verdict], Mapping[str, Any]] | None = None,
 ) -> Verdict:
     """Run the trial and write the report.
 
@@ -79,6 +80,7 @@ def compare(
     claims           names of the claims to judge (`octavo.report.evidence.trial_claims.CLAIMS`), whose runs are
                      trained; none: all. Only in phases sft and pretrain
     announce         print the design, the number of runs and the plans before the first run
+    ask              returns the questions about a picture that the page shows (`octavo.report.trial.report_page.write`)
 
     What the trial can be expected to decide is printed before the first run (:mod:`octavo.report.trial.design`). If an
     FP8 run fails, its verdict is fail and the others continue; a high-precision run that fails ends the trial. Writes
@@ -140,7 +142,8 @@ def compare(
         tuple(claims),
     )
     verdict = judge(records, trial)
-    write(verdict, [(run, record) for run, record in records if run.kind != "fork"], trial_design.directory / "report")
+    shown = [(run, record) for run, record in records if run.kind != "fork"]
+    write(verdict, shown, trial_design.directory / "report", ask(verdict) if ask is not None else None)
     _print(console, f"{len(trial_design.runs)} runs in {time.monotonic() - started:.0f} s")
     return verdict
 

@@ -10,6 +10,8 @@ All results are computed during the run. A second run in the same folder reuses 
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import time
@@ -56,6 +58,13 @@ class DemoAnswers:
     answers: tuple[Answer, ...]
     gemms: int
 
+    def to_page(self) -> dict[str, Any]:
+        """Return the picture as a data URL and the answers, as the page of the trial shows them."""
+        out = io.BytesIO()
+        self.image.save(out, "PNG")
+        rows = [{"question": a.question, "answer": a.answer, "truth": a.truth, "right": a.right} for a in self.answers]
+        return {"picture": f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}", "rows": rows}
+
 
 def run(
     directory: str | Path = "demo", steps: int = STEPS, fresh: bool = False, console: Any = None, seed: int = 0
@@ -74,17 +83,22 @@ def run(
     cfg = write_inputs(directory, steps, console, seed)
     if console is not None:
         print_introduction(console, cfg, page)
+    answers: list[DemoAnswers] = []
+
+    def ask(verdict: Verdict) -> dict[str, Any]:
+        run = next(run for run in verdict.data["arms"] if run["kind"] == "fp8")
+        if run["failure"]:
+            raise ReportError(f"{run['label']} failed: {run['failure']}")
+        answers.append(ask_model(directory / "arms" / run["name"], directory / "digits" / "test.json", ROW))
+        save_figure(answers[0], directory / "answer.png")
+        return {"label": run["label"], **answers[0].to_page()}
+
     verdict = compare(
         cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), accuracy_margin=demo_power.MARGIN,
-        savings=False, claims=(ACCURACY,), announce=False,
+        savings=False, claims=(ACCURACY,), announce=False, ask=ask,
     )  # fmt: skip
-    fp8 = next(run for run in verdict.data["arms"] if run["kind"] == "fp8")
-    if fp8["failure"]:
-        raise ReportError(f"FP8 {RECIPE} failed: {fp8['failure']}. Report: {page}")
-    answers = ask_model(directory / "arms" / fp8["name"], directory / "digits" / "test.json", ROW)
-    save_figure(answers, directory / "answer.png")
     if console is not None:
-        for line in summary(verdict, answers, directory, time.monotonic() - started):
+        for line in summary(verdict, answers[0], directory, time.monotonic() - started):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     return verdict
 

@@ -18,7 +18,7 @@ from octavo.report.evidence.power import Estimate
 from octavo.report.evidence.run_reader import LayerHealth, ReportError, RunRecord, common_steps
 from octavo.report.evidence.trial_claims import Sides, compute_claims, mean_loss_gap
 from octavo.report.evidence.trial_spec import Run, Trial
-from octavo.report.evidence.trust_table import FAIL, PASS, REPORTED, UNDECIDED, WARN, Check, percent
+from octavo.report.evidence.trust_table import FAIL, PASS, REPORTED, UNDECIDED, UNTRIED, WARN, Check, percent
 from octavo.report.trial import factorial_cells
 from octavo.report.trial.memory_savings import describe_lora_base
 
@@ -42,6 +42,37 @@ class Verdict:
     def claims(self) -> tuple[Check, ...]:
         """The claims on FP8 training, each with its interval."""
         return tuple(check for check in self.checks if check.name in CLAIMS)
+
+    @property
+    def decided(self) -> tuple[Check, ...]:
+        """The claims that this trial decided, or whose figure it reports."""
+        return tuple(claim for claim in self.claims if claim.status not in (UNDECIDED, UNTRIED))
+
+    @property
+    def open_claims(self) -> tuple[Check, ...]:
+        """The claims that this trial did not decide, or did not test."""
+        return tuple(claim for claim in self.claims if claim.status in (UNDECIDED, UNTRIED))
+
+    @property
+    def headline(self) -> str:
+        """The result in at most twelve words, after the status that the page shows before it."""
+        dtype, runs = self.data["reference_dtype"], [run for run in self.data["arms"] if run["kind"] == "fp8"]
+        if len(runs) > 1:
+            return ", ".join(f"{run['label'].removeprefix('FP8 ')} {run['status']}" for run in runs[:4])
+        (run,) = runs
+        if run["failure"]:
+            return f"{run['label']} failed after step {run['steps']}"
+        worst = next((check for check in self.checks if check.status == self.status), None)
+        title = "" if worst is None else worst.title
+        what = title if title[1:2].isupper() else f"{title[:1].lower()}{title[1:]}"
+        if self.status == PASS:
+            measured = (
+                "answers as well as" if any(c.name == trial_claims.ACCURACY for c in self.decided) else "trains like"
+            )
+            return f"{run['label']} {measured} {dtype}, within the margin"
+        if self.status == FAIL and worst in self.claims:
+            return f"{run['label']} is worse than {dtype}: {what}"
+        return f"{run['label']}: {what}"
 
     @property
     def effects(self) -> tuple[Check, ...]:

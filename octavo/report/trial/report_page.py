@@ -23,7 +23,7 @@ from octavo.report.evidence import rl_claims
 from octavo.report.evidence.claims import LOSS_MARGIN
 from octavo.report.evidence.power import Estimate
 from octavo.report.evidence.run_reader import ReportError, RunRecord
-from octavo.report.evidence.trial_claims import Sides
+from octavo.report.evidence.trial_claims import ACCURACY, FORKS, SEEDS, WEIGHTS, Sides
 from octavo.report.evidence.trial_spec import Run
 from octavo.report.evidence.trust_table import Check, percent
 from octavo.report.run import completions, page_parts, plots
@@ -41,13 +41,24 @@ from octavo.report.trial import factorial_cells, memory_savings, rl_plots
 from octavo.report.trial.judge import CLAIMS, Verdict, accuracy, last_step
 
 Records = Sequence[tuple[Run, RunRecord]]
+Asked = Mapping[str, Any]  # a picture as a data URL, the label of the run, and rows of questions, answers and truths
 
 STATUSES = ("fail", "undecided", "warn", "pass")
+MEANINGS = {
+    ACCURACY: "Accuracy: the same held-out questions, answered by the models that FP8 and high precision trained.",
+    WEIGHTS: "Same weights: the weights that FP8 trained, evaluated in FP8 and in high precision.",
+    FORKS: "Forks: both precisions continue from high precision's checkpoint at two thirds, with the same data, "
+    "several times.",
+    SEEDS: "Trajectories: whole runs in pairs with the same seed.",
+}
 ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad": "dy, wgrad"}
 
 
-def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ...]:
-    """Write the report of a trial into ``directory``; return the paths, the page first."""
+def write(
+    verdict: Verdict, records: Records, directory: Path, asked: Mapping[str, Any] | None = None
+) -> tuple[Path, ...]:
+    """Write the report of a trial into ``directory``; return the paths, the page first. ``asked``: questions about
+    a picture, which the page shows."""
     directory.mkdir(parents=True, exist_ok=True)
     data = to_json(verdict) | {
         "savings": replace_nonfinite(saving_rows(verdict, records)),
@@ -55,7 +66,7 @@ def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ..
     }
     drawings, images = draw_plots(records, directory, (*verdict.claims, *verdict.effects))
     page, numbers = directory / "report.html", directory / "report.json"
-    atomic_write.write_text(page, render(verdict, records, drawings, data["created"]))
+    atomic_write.write_text(page, render(verdict, records, drawings, data["created"], asked))
     atomic_write.write_text(numbers, json.dumps(data, indent=1, allow_nan=False) + "\n")
     return (page, numbers, *images)
 
@@ -128,7 +139,8 @@ def draw_plots(records: Records, directory: Path, claims: Sequence[Check] = ()) 
         else:
             curves = loss_curves(records)
             keep("loss", plots.loss_figure(curves))
-            keep("gap", plots.gap_figure(curves, LOSS_MARGIN))
+            if any(curve.kind == "noise" for curve in curves):
+                keep("gap", plots.gap_figure(curves, LOSS_MARGIN))
         for run, record in fp8:
             if record.health:
                 name = "health" if len(fp8) == 1 else f"health-{run.name}"
@@ -163,9 +175,11 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
         )
         word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {format_fixed(high_figure, 3)}"
         figures = [{"figure": format_fixed(fp8_figure, 3), "word": word}]
-    else:
+    elif math.isfinite(verdict.data["noise"]):
         word = f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}"
         figures = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
+    else:  # the trial does not judge losses
+        figures = []
     fp8_accuracy, high_figure = (_mean_or_nan([accuracy(pair[at]) for pair in pairs]) for at in (0, 1))
     if math.isfinite(fp8_accuracy) and math.isfinite(high_figure):
         figures.append(
@@ -174,6 +188,13 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     if record.proof.get("share") is not None:
         share = percent(float(record.proof["share"]), 1)
         figures.append({"figure": share, "word": "of linear FLOPs ran in FP8 (measured)"})
+    sizes = [
+        sum(side.memory.get(kind, 0) for kind in memory_kinds([("", side.memory)])) for side in (record, reference[1])
+    ]
+    if all(sizes):
+        unit, size = choose_unit(sizes[0])
+        word = f"weights, gradients, optimizer and saved activations; {dtype}: {sizes[1] / size:.1f} {unit}"
+        figures.append({"figure": f"{sizes[0] / size:.1f} {unit}", "word": word})
     ratio = runs[run.label]["speed_ratio"]
     if math.isfinite(ratio):
         kind = _computed_on(record.environment)
@@ -234,7 +255,13 @@ def _computed_on(environment: Mapping[str, Any]) -> str:
     return "gpu" if gpu else str(device_type or "cpu")
 
 
-def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], created: str) -> str:
+def render(
+    verdict: Verdict,
+    records: Records,
+    drawings: Mapping[str, str],
+    created: str,
+    asked: Mapping[str, Any] | None = None,
+) -> str:
     """Return the page as HTML."""
     shown = [
         (label, record.memory) for label, record in ((run.label, record) for run, record in records) if record.memory
@@ -260,10 +287,12 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
     return page_parts.render(
         "trial.html.jinja",
         verdict=verdict,
-        line=verdict.line.partition(": ")[2],
+        asked=asked,
+        meanings=" ".join(
+            MEANINGS[name] for name in dict.fromkeys(claim.name for claim in verdict.claims) if name in MEANINGS
+        ),
         created=created,
         tiles=[(run.label, tiles(verdict, records, run, record)) for run, record in records if run.kind == "fp8"],
-        claims=verdict.claims,
         expected=expectations(verdict),
         effects=verdict.effects,
         factorial=verdict.data["factorial"],
@@ -273,6 +302,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         ),
         runs=verdict.data["arms"],
         noise=verdict.data["noise"],
+        judges_loss=math.isfinite(verdict.data["noise"]),
         dtype=verdict.data["reference_dtype"],
         panels=rl_claims.PANELS.get(verdict.data["phase"], ()),
         no_losses=rl_claims.WHY_NO_LOSS_CLAIMS.get(verdict.data["phase"], ""),
