@@ -1,7 +1,7 @@
 """Runs the demo with several seeds, named beforehand, and writes its results: what `octavo demo --power` computes with.
 
-    python benchmarks/demo_seeds.py 100-109 --out octavo/report/trial/demo_seeds.json    # by which the margin was fixed
-    python benchmarks/demo_seeds.py 0-9 --out benchmarks/results/demo_seeds.json         # with that margin
+    python benchmarks/demo_seeds.py 100-109 --out octavo/report/demo/seeds.json    # by which the margin was fixed
+    python benchmarks/demo_seeds.py 0-9 --out FILE                                       # with that margin
 
 Every seed is a whole `octavo demo` in its own folder; the same command continues an interrupted list. Each result is
 written, whatever it is.
@@ -16,11 +16,11 @@ from pathlib import Path
 from rich.console import Console
 
 from octavo.bench import record
+from octavo.report.demo import demo
 from octavo.report.evidence.trial_claims import ACCURACY
-from octavo.report.trial import demo
 
 
-def result_of(folder: Path, seed: int) -> dict[str, float | str]:
+def train_demo(folder: Path, seed: int) -> dict[str, float | str]:
     """Train the demo with a seed, and return its row."""
     verdict = demo.run(folder, seed=seed, console=Console(stderr=True))
     claim = next(check for check in verdict.claims if check.name == ACCURACY)
@@ -39,7 +39,7 @@ def main() -> None:
     first, _, last = args.seeds.partition("-")
     machine, rows = record.describe_machine(), []
     for seed in range(int(first), int(last or first) + 1):
-        rows.append(result_of(args.dir / str(seed), seed))
+        rows.append(train_demo(args.dir / str(seed), seed))
         print(json.dumps(rows[-1]), flush=True)
         head = {"command": f"python benchmarks/demo_seeds.py {args.seeds}", "machine": machine}
         args.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -72,7 +72,7 @@ LEVELS: dict[str, list[set[str]]] = {
     ],
     "octavo.train.estimate": [{"step_time"}, {"memory"}],
     "octavo.rl": [{"*"}, {"phases"}, {"rollout"}, {"objectives", "rewards"}],
-    "octavo.report": [{"trial"}, {"run"}, {"evidence", "*"}],
+    "octavo.report": [{"demo"}, {"trial"}, {"run"}, {"evidence", "*"}],
     "octavo.importers": [{"*"}, {"frameworks"}, {"common"}, {"source"}, {"shell"}, {"errors"}],
 }
 # How many files a package has at most, its __init__ counted, and how many lines an __init__; cli has a file a command.

@@ -27,16 +27,16 @@ def run(args: argparse.Namespace) -> int:
     # with --json, stdout carries only the verdict, and progress goes to stderr
     console = terminal.console(stderr=args.json)
     if args.power:
-        from octavo.report.trial import demo_power
+        from octavo.report.demo.power import read
 
-        power = demo_power.read()
+        power = read()
         if args.json:
             terminal.show_json(power.to_json())
         else:
             for line in power.lines:
                 console.print(line, highlight=False, soft_wrap=True)
         return 0
-    from octavo.report.trial import demo
+    from octavo.report.demo import demo
 
     verdict = demo.run(args.dir, args.steps, fresh=args.fresh, console=console, seed=args.seed)
     if args.json:

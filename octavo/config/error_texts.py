@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -14,27 +15,11 @@ from pydantic_core import ErrorDetails
 
 from octavo.base.recipe_specs import DEFAULT_RECIPE, join_words
 from octavo.config.config import Config
+from octavo.config.sections import foreign_words
 from octavo.config.sections.model import AttentionSection, Kernel
 from octavo.config.sections.names import FROZEN, RECIPES
 from octavo.config.yaml.document import Path, scalar
 from octavo.config.yaml.problems import describe_value, dotted, nearest
-
-#: settings of other trainers -> keys of Octavo
-OTHER_TRAINERS = {
-    "learning_rate": "train.lr", "max_steps": "train.steps", "num_steps": "train.steps", "max_iters": "train.steps",
-    "max_length": "train.seq_length", "max_seq_length": "train.seq_length", "cutoff_len": "train.seq_length",
-    "batch_size": "train.global_batch", "per_device_train_batch_size": "train.micro_batch",
-    "gradient_accumulation_steps": "train.global_batch (samples in one optimizer step)",
-    "lr_scheduler_type": "train.schedule", "warmup_steps": "train.warmup", "max_grad_norm": "train.clip",
-    "output_dir": "run.dir", "logging_steps": "run.log_every", "save_steps": "run.save_every",
-    "eval_steps": "run.eval_every", "model_name_or_path": "model.path", "gradient_checkpointing": "train.recompute",
-    "num_train_epochs": "train.epochs", "num_epochs": "train.epochs", "max_epochs": "train.epochs",
-    "lora_rank": "lora.rank", "lora_r": "lora.rank", "r": "lora.rank", "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout", "use_rslora": "lora.rslora", "use_dora": "lora.dora",
-    "target_modules": "lora.targets", "exclude_modules": "lora.exclude", "lora_target": "lora.targets",
-    "adapter_name_or_path": "lora.adapter", "load_in_8bit": "model.load_in_fp8", "load_in_4bit": "model.load_in_fp8",
-    "fp8_recipe": "fp8.recipe", "fp8_format": "fp8.format", "fp8_param_gather": "fp8.param",
-}  # fmt: skip
 
 
 def describe_error(detail: ErrorDetails, path: Path) -> tuple[str, str]:
@@ -48,10 +33,7 @@ def describe_error(detail: ErrorDetails, path: Path) -> tuple[str, str]:
         options = [str(o) for o in _options(path)]
         if value is False and "off" in options:
             return f"found {describe_value(value)}", "write `off`"
-        close = nearest(str(value), options)
-        return f"found {describe_value(value)}", (f"did you mean {close}? " if close else "") + "one of " + ", ".join(
-            options
-        )
+        return f"found {describe_value(value)}", f"{_meant_value(path, value, options)}one of {', '.join(options)}"
     if kind in ("half_character", "string_unicode"):
         return "contains a lone surrogate (U+D800 to U+DFFF)", "replace it by a complete character"
     words = path in (("train", "recompute"), ("model", "load_in_fp8"), ("model", "attention"))
@@ -150,6 +132,9 @@ def _unknown_key_fix(path: Path) -> str:
     if section is None:
         return ""
     valid = [*section.model_fields, *(["extends"] if section is Config else [])]
+    translated = foreign_words.key_of(name)
+    if translated is not None and translated[0].split(":")[0] != dotted(path):
+        return foreign_words.suggest(f"`{translated[0]}`", translated[1])
     close = nearest(name, valid)
     if close:
         return f"did you mean `{close}`?"
@@ -157,11 +142,20 @@ def _unknown_key_fix(path: Path) -> str:
         f"{top}.{name}" for top in Config.model_fields if name in _fields((top,)) and (top,) != path[:-1]
     ]
     if sections_with_key:
-        return f"that is `{sections_with_key[0]}`"
-    foreign_key = nearest(name, OTHER_TRAINERS, 0.8)
-    if foreign_key:
-        return f"that is `{OTHER_TRAINERS[foreign_key]}`"
+        return f"did you mean `{sections_with_key[0]}`?"
+    similar = nearest(name, foreign_words.KEYS, 0.85)
+    if similar:
+        return foreign_words.suggest(f"`{foreign_words.KEYS[similar][0]}`", foreign_words.KEYS[similar][1])
     return "valid here: " + ", ".join(valid)
+
+
+def _meant_value(path: Path, value: object, options: Sequence[str]) -> str:
+    """Return the question whether another value was meant, or nothing."""
+    names = tuple(part for part in path if isinstance(part, str))
+    if (translated := foreign_words.value_of(names, value)) is not None:
+        return f"{foreign_words.suggest(*translated)} "
+    close = nearest(str(value), options, 0.85 if names in foreign_words.OBJECTIVES else 0.6)
+    return f"{foreign_words.suggest(close, '')} " if close else ""
 
 
 def _fields(path: Path) -> dict[str, Any]:

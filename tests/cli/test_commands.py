@@ -391,7 +391,7 @@ def test_compare_prints_the_bisect_command_for_a_costly_component(here, monkeypa
 def test_compare_arguments_exist_in_the_report():
     """Checks the real signatures, which the monkeypatched functions above do not have."""
     from octavo import report
-    from octavo.report.trial import demo
+    from octavo.report.demo import demo
 
     assert {"cfg", "recipes", "directory", "console", "fresh", "forks", "savings", "describe_plan", "factorial"} <= set(
         inspect.signature(report.compare).parameters
@@ -400,7 +400,7 @@ def test_compare_arguments_exist_in_the_report():
 
 
 def test_demo_passes_arguments(monkeypatch, capsys):
-    from octavo.report.trial import demo
+    from octavo.report.demo import demo
 
     calls, steps = [], inspect.signature(demo.run).parameters["steps"].default
     monkeypatch.setattr(demo, "run", lambda *args, **kwargs: calls.append((args, kwargs)) or verdict("fail"))

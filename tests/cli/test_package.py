@@ -18,7 +18,7 @@ from octavo import train
 from octavo.cli.main import main
 from octavo.data.builtin import digits
 from octavo.report import ReportError
-from octavo.report.trial import demo
+from octavo.report.demo import demo
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
@@ -73,7 +73,7 @@ def test_wheel_of_tracked_files_runs_in_another_folder(wheel, tmp_path):
         done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout, done.stderr
     assert (tmp_path / "copy" / "tiny" / "qwen3_text.yaml").is_file()
-    where = [sys.executable, "-c", "import octavo.report.trial.demo as demo; print(demo.__file__)"]
+    where = [sys.executable, "-c", "import octavo.report.demo.demo as demo; print(demo.__file__)"]
     assert str(tmp_path) in subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
 
 
@@ -82,7 +82,7 @@ SMALL_DEMO = """
 import octavo
 from octavo.cli import main
 from octavo.data.builtin import digits
-from octavo.report.trial import demo
+from octavo.report.demo import demo
 from rich.console import Console
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 import pytest
 
 from octavo.base import recipe_specs
-from octavo.config import ConfigError, load_config, load_config_text
+from octavo.config import ConfigError, error_texts, load_config, load_config_text
+from octavo.config.sections import foreign_words
 from octavo.config.yaml.problems import nearest
 
 BASE = """model: {path: ./m}
@@ -30,8 +31,8 @@ def only_problem(text: str, overrides=()) -> str:
         ("fp8: {recpie: off}", "x.yaml:4: fp8.recpie: unknown key; did you mean `recipe`?"),
         ("fp8: {Image-Encoder: {}}", "x.yaml:4: fp8.Image-Encoder: unknown key; did you mean `image_encoder`?"),
         ("modle: {}", "x.yaml:4: modle: unknown key; did you mean `model`?"),
-        ("fp8: {lr: 1}", "x.yaml:4: fp8.lr: unknown key; that is `train.lr`"),
-        ("learning_rate: 1", "x.yaml:4: learning_rate: unknown key; that is `train.lr`"),
+        ("fp8: {lr: 1}", "x.yaml:4: fp8.lr: unknown key; did you mean `train.lr`?"),
+        ("learning_rate: 1", "x.yaml:4: learning_rate: unknown key; did you mean `train.lr`?"),
         (
             "zzz: 1",
             "valid here: preset, model, fp8, lora, data, train, rl, preference, optimizer, parallel, run, extends",
@@ -546,3 +547,56 @@ def test_nearest_suggests_similar_names():
     assert nearest("blokwise", ["blockwise", "rowwise"]) == "blockwise"
     assert nearest("BLOCK-WISE", ["blockwise"]) == "blockwise"
     assert nearest("zzz", ["blockwise"]) is None
+
+
+# --- words of other trainers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "preference: {loss: dpo}",
+            "preference.loss: found 'dpo'; did you mean sigmoid (DPO's own loss)? one of sigmoid",
+        ),
+        ("preference: {loss: kto_pair}", "did you mean kto (pairs become"),
+        ("preference: {loss: sigmoyd}", "did you mean sigmoid? one of"),
+        ("rl: {algorithm: ppo2}", "did you mean ppo (with a critic)?"),
+        ("rl: {num_generations: 8}", "rl.num_generations: unknown key; did you mean `rl.group` (completions for one"),
+        ("rl: {max_completion_length: 8}", "did you mean `rl.max_new_tokens`?"),
+        ("fp8: {vision_tower: {recipe: off}}", "did you mean `fp8.image_encoder` (components have one name each)?"),
+        ("fp8: {recipe: per_token}", "did you mean rowwise (one scale a row)?"),
+        ("num_train_epochs: 3", "did you mean `train.epochs`?"),
+        ("per_device_train_batch_size: 3", "did you mean `train.micro_batch` (samples of one GPU at a time)?"),
+        ("optimizer: {states: adamw_8bit}", "did you mean fp8 (8 bits with scales of groups)?"),
+    ],
+)
+def test_words_of_other_trainers_are_translated_with_the_reason(lines: str, message: str) -> None:
+    assert any(message in problem for problem in problems(f"{BASE}{lines}\n"))
+
+
+def test_objectives_are_not_guessed_by_spelling() -> None:
+    """A near word would train something else."""
+    for phase, meant in (("dpo", "preference"), ("grpo", "rl"), ("cpt", "pretrain")):
+        text = BASE.replace("train: {steps", f"train: {{phase: {phase}, steps")
+        assert f"did you mean {meant} (" in only_problem(text)
+    unknown = only_problem(BASE + "preference: {loss: epo}\n")
+    assert "did you mean" not in unknown and "one of sigmoid" in unknown
+
+
+def test_components_have_their_usual_names_in_freeze_with_other_problems() -> None:
+    text = BASE.replace("{path: ./m}", "{path: ./m, freeze: [vision_tower, llm]}") + "fp8: {recipee: off}\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(text)
+    message = str(caught.value)
+    assert "did you mean image_encoder?" in message and "did you mean foundation?" in message and "recipee" in message
+
+
+def test_translations_name_keys_and_values_that_exist() -> None:
+    for word, (key, _) in foreign_words.KEYS.items():
+        section, _, name = key.partition(":")[0].rpartition(".")
+        assert name in error_texts._fields(tuple(section.split("."))), (word, key)
+    for path, words in foreign_words.VALUES.items():
+        assert {value for value, _ in words.values()} <= set(error_texts._options(path))
+        assert not words.keys() & set(error_texts._options(path)), "a word that is valid needs no translation"
+    assert {("train", "loss"), *foreign_words.VALUES} >= foreign_words.OBJECTIVES

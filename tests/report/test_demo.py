@@ -12,9 +12,9 @@ from PIL import Image
 
 from octavo.cli.main import main
 from octavo.report import ReportError
+from octavo.report.demo import demo, power
+from octavo.report.demo.demo import Answer, DemoAnswers
 from octavo.report.evidence.trust_table import Check
-from octavo.report.trial import demo, demo_power
-from octavo.report.trial.demo import Answer, DemoAnswers
 from octavo.report.trial.judge import Verdict
 
 
@@ -139,24 +139,22 @@ def test_answers_are_saved_as_a_picture(interview: DemoAnswers, tmp_path: Path) 
 
 def test_recorded_seeds_pass_with_the_stated_probability() -> None:
     """Simulated: differences drawn with the recorded spread around no difference, judged as the claim is."""
-    power = demo_power.read()
-    assert len(power.results) >= 8 and power.pass_probability() >= 0.995
-    scatter = np.random.default_rng(0).normal(0.0, power.spread, 200_000)
-    passed = scatter - power.below >= -power.margin
-    assert passed.mean() == pytest.approx(power.pass_probability(), abs=5e-4)
-    assert power.pass_probability(-power.margin) < 0.05 < power.smallest_failing
-    differences = [result.fp8 - result.high for result in power.results]
-    assert power.spread == pytest.approx(np.std(differences, ddof=1))
-    for result in power.results:
-        assert (result.status == "pass") == (result.lower >= -power.margin), "the margin was fixed by these"
+    recorded = power.read()
+    assert len(recorded.results) >= 8 and recorded.pass_probability() >= 0.995
+    scatter = np.random.default_rng(0).normal(0.0, recorded.spread, 200_000)
+    passed = scatter - recorded.below >= -recorded.margin
+    assert passed.mean() == pytest.approx(recorded.pass_probability(), abs=5e-4)
+    assert recorded.pass_probability(-recorded.margin) < 0.05 < recorded.smallest_failing
+    differences = [result.fp8 - result.high for result in recorded.results]
+    assert recorded.spread == pytest.approx(np.std(differences, ddof=1))
+    for result in recorded.results:
+        assert (result.status == "pass") == (result.lower >= -recorded.margin), "the margin was fixed by these"
 
 
 def test_power_is_printed_without_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--power"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "Claim: held-out accuracy" in printed and "demo_seeds.json" in printed and "It fails if FP8 answers" in printed
-    )
+    assert "Claim: held-out accuracy" in printed and "seeds.json" in printed and "It fails if FP8 answers" in printed
     assert main(["demo", "--power", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["margin"] == demo_power.MARGIN and data["pass_probability"] >= 0.995
+    assert data["margin"] == power.MARGIN and data["pass_probability"] >= 0.995

@@ -154,7 +154,7 @@ def test_expectation_is_kept_and_shown_with_the_result(cfg, tmp_path: Path, monk
     claim = next(claim for claim in verdict.claims if claim.name == SEEDS)
     assert told["came"] == {"FP8 blockwise": pytest.approx((claim.high - claim.low) / 2)}
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "expected +-0.53 %, measured +-0.75 %" in page
+    assert "Expected +-0.53 %, measured +-0.75 %" in page
     noted = json.loads((tmp_path / "power.json").read_text())["designs"]
     assert [one["asked"]["seeds"] for one in noted] == [3]
     compare(cfg, None, tmp_path, forks=0, seeds=1)

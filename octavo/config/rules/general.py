@@ -12,6 +12,7 @@ from octavo.config.rules import adaptive, lora, packing, phases
 from octavo.config.rules.findings import Finding, finding, glob_problem
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.data import DataSection, Dataset
+from octavo.config.sections.foreign_words import component_of
 from octavo.config.sections.fp8 import PARTS, Component, Fp8Section, Head, Rule
 from octavo.config.sections.names import COMPONENTS, is_unsupported
 from octavo.config.sections.rl import BEYOND_SFT
@@ -59,7 +60,7 @@ def _model(config: Sections) -> Iterator[Finding]:
         if why := glob_problem(pattern):
             reason = f"{describe_value(pattern)} is neither a component nor a glob over module names: {why}"
             yield finding(key, reason, f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"')
-        elif "." not in pattern and "*" not in pattern and (close := nearest(pattern, FREEZABLE, 0.85)):
+        elif not set(pattern) & {".", "*"} and (close := component_of(pattern) or nearest(pattern, FREEZABLE, 0.85)):
             yield finding(key, f"unknown component {describe_value(pattern)}", f"did you mean {close}?")
 
 

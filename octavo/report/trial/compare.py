@@ -21,10 +21,10 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.base import atomic_write, safe_read
 from octavo.config import Config
@@ -37,6 +37,9 @@ from octavo.report.evidence.trial_spec import Run, Trial
 from octavo.report.trial.design import Design, design
 from octavo.report.trial.judge import Verdict, judge
 from octavo.report.trial.reuse import check_same_files, delete_trial, read_finished
+
+if TYPE_CHECKING:
+    from octavo.report.trial.report_page import Interview
 
 DEFAULT_FORKS = 3  # in each precision, where losses decide
 
@@ -57,7 +60,7 @@ def compare(
     describe_plan: Callable[[Any], Iterable[str]] | None = None,
     claims: Sequence[str] = (),
     announce: bool = True,
-    ask: Callable[[Verdict], Mapping[str, Any]] | None = None,
+    ask: Callable[[Verdict], Interview] | None = None,
 ) -> Verdict:
     """Run the trial and write the report.
 
@@ -80,7 +83,7 @@ def compare(
     claims           names of the claims to judge (`octavo.report.evidence.trial_claims.CLAIMS`), whose runs are
                      trained; none: all. Only in phases sft and pretrain
     announce         print the design, the number of runs and the plans before the first run
-    ask              returns the questions about a picture that the page shows (`octavo.report.trial.report_page.write`)
+    ask              returns questions about a picture with their answers, which the page shows
 
     What the trial can be expected to decide is printed before the first run (:mod:`octavo.report.trial.design`). If an
     FP8 run fails, its verdict is fail and the others continue; a high-precision run that fails ends the trial. Writes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,13 @@ from octavo.report.run.page_parts import (
     format_fixed,
     gemm_counts,
     memory_kinds,
+    memory_total,
     plan_groups,
 )
 from octavo.report.trial import factorial_cells, memory_savings, rl_plots
 from octavo.report.trial.judge import CLAIMS, Verdict, accuracy, last_step
 
 Records = Sequence[tuple[Run, RunRecord]]
-Asked = Mapping[str, Any]  # a picture as a data URL, the label of the run, and rows of questions, answers and truths
 
 STATUSES = ("fail", "undecided", "warn", "pass")
 MEANINGS = {
@@ -54,11 +55,19 @@ MEANINGS = {
 ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad": "dy, wgrad"}
 
 
-def write(
-    verdict: Verdict, records: Records, directory: Path, asked: Mapping[str, Any] | None = None
-) -> tuple[Path, ...]:
-    """Write the report of a trial into ``directory``; return the paths, the page first. ``asked``: questions about
-    a picture, which the page shows."""
+@dataclass(frozen=True)
+class Interview:
+    """What a run answered about a picture: the ``picture`` as a data URL, the ``label`` of the run, and rows with
+    question, answer, truth and whether it is right."""
+
+    picture: str
+    label: str
+    rows: Sequence[Mapping[str, object]]
+
+
+def write(verdict: Verdict, records: Records, directory: Path, interview: Interview | None = None) -> tuple[Path, ...]:
+    """Write the report of a trial into ``directory``, with an ``interview`` if there is one; return the paths, the page
+    first."""
     directory.mkdir(parents=True, exist_ok=True)
     data = to_json(verdict) | {
         "savings": replace_nonfinite(saving_rows(verdict, records)),
@@ -66,7 +75,7 @@ def write(
     }
     drawings, images = draw_plots(records, directory, (*verdict.claims, *verdict.effects))
     page, numbers = directory / "report.html", directory / "report.json"
-    atomic_write.write_text(page, render(verdict, records, drawings, data["created"], asked))
+    atomic_write.write_text(page, render(verdict, records, drawings, data["created"], interview))
     atomic_write.write_text(numbers, json.dumps(data, indent=1, allow_nan=False) + "\n")
     return (page, numbers, *images)
 
@@ -188,9 +197,7 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     if record.proof.get("share") is not None:
         share = percent(float(record.proof["share"]), 1)
         figures.append({"figure": share, "word": "of linear FLOPs ran in FP8 (measured)"})
-    sizes = [
-        sum(side.memory.get(kind, 0) for kind in memory_kinds([("", side.memory)])) for side in (record, reference[1])
-    ]
+    sizes = [memory_total(side.memory) for side in (record, reference[1])]
     if all(sizes):
         unit, size = choose_unit(sizes[0])
         word = f"weights, gradients, optimizer and saved activations; {dtype}: {sizes[1] / size:.1f} {unit}"
@@ -260,7 +267,7 @@ def render(
     records: Records,
     drawings: Mapping[str, str],
     created: str,
-    asked: Mapping[str, Any] | None = None,
+    interview: Interview | None = None,
 ) -> str:
     """Return the page as HTML."""
     shown = [
@@ -287,7 +294,7 @@ def render(
     return page_parts.render(
         "trial.html.jinja",
         verdict=verdict,
-        asked=asked,
+        interview=interview,
         meanings=" ".join(
             MEANINGS[name] for name in dict.fromkeys(claim.name for claim in verdict.claims) if name in MEANINGS
         ),

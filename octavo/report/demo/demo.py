@@ -1,5 +1,5 @@
 """The demo: trains a tiny Qwen3-VL on handwritten digits in high precision and in FP8, judges its accuracy, writes the
-report, and asks the FP8 model. What it can decide was measured before (:mod:`octavo.report.trial.demo_power`).
+report, and asks the FP8 model. What it can decide was measured before (:mod:`octavo.report.demo.power`).
 
 All results are computed during the run. A second run in the same folder reuses finished parts.
 
@@ -15,19 +15,20 @@ import io
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import Config, load_config
+from octavo.report.demo import power
 from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trial_claims import ACCURACY
 from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, WARN, Check, percent
-from octavo.report.run.page_parts import choose_unit, memory_kinds
-from octavo.report.trial import demo_power
+from octavo.report.run.page_parts import choose_unit, memory_total
 from octavo.report.trial.compare import compare
 from octavo.report.trial.judge import Verdict
+from octavo.report.trial.report_page import Interview
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,12 +59,12 @@ class DemoAnswers:
     answers: tuple[Answer, ...]
     gemms: int
 
-    def to_page(self) -> dict[str, Any]:
-        """Return the picture as a data URL and the answers, as the page of the trial shows them."""
+    def to_interview(self, label: str) -> Interview:
+        """Return what the page of the trial shows; ``label``: of the run that answered."""
         out = io.BytesIO()
         self.image.save(out, "PNG")
-        rows = [{"question": a.question, "answer": a.answer, "truth": a.truth, "right": a.right} for a in self.answers]
-        return {"picture": f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}", "rows": rows}
+        picture = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+        return Interview(picture, label, [asdict(answer) | {"right": answer.right} for answer in self.answers])
 
 
 def run(
@@ -85,16 +86,17 @@ def run(
         print_introduction(console, cfg, page)
     answers: list[DemoAnswers] = []
 
-    def ask(verdict: Verdict) -> dict[str, Any]:
+    # Called before the page is written, which shows the answers.
+    def ask(verdict: Verdict) -> Interview:
         run = next(run for run in verdict.data["arms"] if run["kind"] == "fp8")
         if run["failure"]:
             raise ReportError(f"{run['label']} failed: {run['failure']}")
         answers.append(ask_model(directory / "arms" / run["name"], directory / "digits" / "test.json", ROW))
         save_figure(answers[0], directory / "answer.png")
-        return {"label": run["label"], **answers[0].to_page()}
+        return answers[0].to_interview(run["label"])
 
     verdict = compare(
-        cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), accuracy_margin=demo_power.MARGIN,
+        cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), accuracy_margin=power.MARGIN,
         savings=False, claims=(ACCURACY,), announce=False, ask=ask,
     )  # fmt: skip
     if console is not None:
@@ -115,12 +117,12 @@ def _jobs() -> int:
 
 def print_introduction(console: Any, cfg: Config, page: Path) -> None:
     """Print what is trained, what the trial can decide, and where its page will be."""
-    chance = demo_power.read().shown_probability
+    chance = power.read().shown_probability
     lines = [
         f"A tiny Qwen3-VL learns to read handwriting, {cfg.train.steps} steps in high precision and the same in FP8 "
         f"({RECIPE}, with activations and optimizer states in FP8, weights in BF16).",
         "Then both answer questions about digits of the held-out handwriting. Pass: FP8 loses at most "
-        f"{100 * demo_power.MARGIN:g} points (95 % interval).",
+        f"{100 * power.MARGIN:g} points (95 % interval).",
     ]
     if cfg.train.steps == STEPS:
         lines.append(f"If FP8 changes nothing, it passes with probability {chance} (octavo demo --power).")
@@ -132,6 +134,7 @@ def print_introduction(console: Any, cfg: Config, page: Path) -> None:
 def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: float) -> list[str]:
     """Return the last lines to print, at most twelve: the verdict, what was counted, and what to do next."""
     high, fp8 = (next(run for run in verdict.data["arms"] if run["kind"] == kind) for kind in ("reference", "fp8"))
+    # Losses are not among them: near zero they say nothing about answers.
     dtype, claim = verdict.data["reference_dtype"], next(c for c in verdict.claims if c.name == ACCURACY)
     results = {
         PASS: f"reads handwriting as well as {dtype}",
@@ -143,7 +146,7 @@ def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: fl
         shares = [percent(run["eval"]["exact_match"], 1) for run in (fp8, high)]
         lines[0] += (
             f" ({shares[0]} of the answers are right, {shares[1]} in {dtype}; 95 %: {100 * claim.low:+.1f} to "
-            f"{100 * claim.high:+.1f} points, margin {100 * demo_power.MARGIN:g})"
+            f"{100 * claim.high:+.1f} points, margin {100 * power.MARGIN:g})"
         )
     if claim.status == UNDECIDED:
         lines[0] += f": {claim.sentence}"
@@ -151,7 +154,7 @@ def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: fl
     gemms = next(check for check in verdict.checks if check.name == "fp8_gemms")
     counted = f"All {layers} planned layers ran in FP8: {fp8['proof'].get('fp8_gemms', 0):,} GEMMs counted."
     lines.append(counted if gemms.status == PASS else f"{gemms.status.upper()}: {gemms.sentence}")
-    totals = [sum(run["memory"].get(kind, 0) for kind in memory_kinds([("", run["memory"])])) for run in (fp8, high)]
+    totals = [memory_total(run["memory"]) for run in (fp8, high)]
     if all(totals):
         unit, size = choose_unit(max(totals))
         shown = [f"{total / size:.1f}" for total in totals]
@@ -159,9 +162,9 @@ def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: fl
             f"Weights, gradients, optimizer states and saved activations take {shown[0]} {unit}, {shown[1]} in {dtype}."
         )
     lines += [f"{check.status.upper()}: {check.title}: {check.sentence}" for check in _others(verdict)[:3]]
-    said = ", ".join(f"{a.question} {a.answer or '(nothing)'}" for a in answers.answers)
+    replies = ", ".join(f"{a.question} {a.answer or '(nothing)'}" for a in answers.answers)
     right = sum(answer.right for answer in answers.answers)
-    lines.append(f"Asked about {directory / 'answer.png'}: {said} ({right} of {len(answers.answers)} right).")
+    lines.append(f"Asked about {directory / 'answer.png'}: {replies} ({right} of {len(answers.answers)} right).")
     if not any(run["environment"].get("gpus") for run in (fp8, high)):
         lines.append("On this CPU FP8 is emulated: speed needs a GPU.")
     lines.append(f"{seconds:.0f} s. The page: {directory / 'report' / 'report.html'}")
@@ -173,8 +176,8 @@ def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: fl
 
 def _others(verdict: Verdict) -> list[Check]:
     """Return the checks that neither passed nor are in the summary, the worst first."""
-    found = [check for check in verdict.checks if check.status in (FAIL, WARN, UNDECIDED)]
-    return sorted((c for c in found if c.name not in (ACCURACY, "fp8_gemms")), key=lambda check: check.status != FAIL)
+    checks = [check for check in verdict.checks if check.status in (FAIL, WARN, UNDECIDED)]
+    return sorted((c for c in checks if c.name not in (ACCURACY, "fp8_gemms")), key=lambda check: check.status != FAIL)
 
 
 def exit_code(verdict: Verdict) -> int:

@@ -1,6 +1,6 @@
 """What the demo can decide, computed without training from results of the same task that were recorded before.
 
-``demo_seeds.json`` has the demo's accuracies and intervals for several seeds (``benchmarks/demo_seeds.py`` writes it).
+``seeds.json`` has the demo's accuracies and intervals for several seeds (``benchmarks/demo_seeds.py`` writes it).
 The difference FP8 minus high precision scatters over seeds with standard deviation s, and its interval reaches h below
 it. The claim passes if difference - h >= -margin, so that with no true difference it does with probability
 Phi((margin - h) / s). It fails if the whole interval is beyond the margin.
@@ -15,7 +15,7 @@ from importlib import resources
 
 MARGIN = 0.03
 """How many answers FP8 may lose, as a share; it was fixed by the first seeds, before any other run of the demo."""
-FILE = "demo_seeds.json"
+FILE = "seeds.json"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class DemoPower:
         seeds = ", ".join(str(result.seed) for result in self.results)
         return [
             f"Claim: held-out accuracy of FP8 is at most {100 * self.margin:g} points below high precision's.",
-            f"Recorded: {len(self.results)} seeds ({seeds}), octavo/report/trial/{FILE}. FP8 minus high precision "
+            f"Recorded: {len(self.results)} seeds ({seeds}), in {FILE} of the package. FP8 minus high precision "
             f"scatters by {100 * self.spread:.2f} points; its 95 % interval reaches {100 * self.below:.2f} points "
             f"below and {100 * self.above:.2f} above it.",
             f"If FP8 changes nothing, the demo passes with probability {self.shown_probability}.",
