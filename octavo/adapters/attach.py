@@ -19,7 +19,7 @@ from octavo.adapters.errors import AdapterError
 from octavo.adapters.files import load_adapter_state, read_continued
 from octavo.adapters.inject import DTYPES, NAME, SECOND, adapted_layers, adapter_parameters, copy_config, inject
 from octavo.adapters.targets import names_lost_by_peft, resolve_targets, split_targets
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 
 if TYPE_CHECKING:
     from octavo.config import LoraSection

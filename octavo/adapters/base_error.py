@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.experts import stock_name
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.fp8 import metrics
 from octavo.fp8.policy import template
 from octavo.fp8.weights import Fp8Weight, codes_of_frozen, frozen_weights

@@ -32,9 +32,9 @@ from octavo.adapters.inject import DTYPES, NAME, adapted_layers, adapter_paramet
 from octavo.adapters.targets import UNADAPTABLE, names_lost_by_peft
 from octavo.base import atomic_write, encryption, safe_read, target_folder
 from octavo.base.encryption.anonymous_file import plain_path
-from octavo.base.plural import count_noun
 from octavo.base.safe_read import COUNT, FINITE, FLAG, ValueCheck
 from octavo.base.seal_note import NOTE, Note, note_bytes, read_note
+from octavo.base.wording import count_noun
 from octavo.fp8.weights import distribute_like, full, is_whole
 from octavo.models.folder import headers
 from octavo.models.folder.folder import find_pickles

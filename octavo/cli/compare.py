@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import target_folder
+from octavo.base.wording import nearest
 from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import RECIPES, Config, override
 from octavo.config.sections.names import canonical_name
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.config.yaml.problems import nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ import time
 
 from octavo.base import target_folder
 from octavo.base.byte_size import format_bytes
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.cli import arguments, terminal
 
 COMMANDS = ("hf_to_dcp", "dcp_to_hf", "lora_hf_to_dcp")

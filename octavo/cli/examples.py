@@ -12,7 +12,7 @@ from pathlib import Path
 
 import octavo
 from octavo.base import atomic_write, target_folder
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.cli.arguments import UsageError
 
 #: in the repository a link to examples/, in a wheel a folder

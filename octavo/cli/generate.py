@@ -23,7 +23,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
 from octavo.config import RECIPES

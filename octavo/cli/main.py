@@ -26,6 +26,7 @@ from contextlib import nullcontext, suppress
 import octavo
 from octavo.base.encryption.reader import pop_version_1_files
 from octavo.base.safe_read import first_line, printable
+from octavo.base.wording import did_you_mean, nearest
 from octavo.cli.stop_signals import Stopped, stop_signals
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
@@ -115,7 +116,7 @@ def _dispatch(words: list[str]) -> int:
     from octavo.cli import arguments
 
     command = importlib.import_module(f"{__package__}.{name}")
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"octavo {name}",
         description=command.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -149,17 +150,25 @@ def _overview() -> str:
     return "\n".join([head, "", usage, "", *lines, "", "start with: octavo demo"])
 
 
-def _report_unknown_command(name: str) -> int:
-    import difflib
+class _Parser(argparse.ArgumentParser):
+    """Suggests the nearest word of a closed list."""
 
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            words = [str(word) for word in action.choices]
+            text = f"{value!r} is none of {', '.join(words)}.{did_you_mean(value, words)}"
+            raise argparse.ArgumentError(action, text)
+
+
+def _report_unknown_command(name: str) -> int:
     if name.startswith("-"):
         print(f"octavo: there is no option {name} before the command; see octavo --help", file=sys.stderr)
         return WRONG
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    close = nearest(name, COMMANDS)
     if name.endswith((".yaml", ".yml")):
         hint = f"to run this file: octavo train {name}"
     else:
-        hint = f"did you mean `octavo {close[0]}`?" if close else "commands are: " + ", ".join(COMMANDS)
+        hint = f"did you mean `octavo {close}`?" if close else "commands are: " + ", ".join(COMMANDS)
     print(f"octavo: there is no command {name!r}; {hint}", file=sys.stderr)
     return WRONG
 

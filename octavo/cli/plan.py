@@ -32,9 +32,10 @@ if TYPE_CHECKING:  # commands import torch only when they need it
     from torch import nn
 
     from octavo.fp8 import Plan
+from octavo.base.wording import nearest
 from octavo.config import Config, load_config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.config.yaml.problems import describe_value, nearest
+from octavo.config.yaml.problems import describe_value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,8 +23,8 @@ from octavo.base import encryption, target_folder
 from octavo.base.byte_size import format_bytes
 from octavo.base.encryption.folders import find_root
 from octavo.base.encryption.key import new_secret
-from octavo.base.plural import count_noun
 from octavo.base.seal_note import ONE_KEY_ONE_PURPOSE
+from octavo.base.wording import count_noun
 from octavo.cli import arguments, terminal
 
 if TYPE_CHECKING:

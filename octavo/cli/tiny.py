@@ -12,7 +12,8 @@ from octavo.cli import arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("family", metavar="FAMILY", help=f"one of {', '.join(tiny_families())}")
+    families = sorted(tiny_families())
+    parser.add_argument("family", metavar="FAMILY", choices=families, help=f"one of {', '.join(families)}")
     parser.add_argument("directory", metavar="DIR", help="output folder; must not contain another checkpoint")
     parser.add_argument(
         "--seed", type=arguments.natural, default=0, metavar="N", help="seed of the random weights (default 0)"

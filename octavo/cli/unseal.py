@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 from octavo.base.byte_size import format_bytes
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.cli import seal, terminal
 
 WHATS = ("model", "adapter", "text")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.byte_size import format_bytes
-from octavo.base.plural import count_noun
 from octavo.base.safe_read import printable
+from octavo.base.wording import count_noun
 from octavo.cli import arguments, terminal
 
 _SHOWN = 3  # findings of one kind, and unread files, printed without --all

@@ -14,12 +14,13 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from octavo.base.recipe_specs import DEFAULT_RECIPE, join_words
+from octavo.base.wording import nearest
 from octavo.config.config import Config
 from octavo.config.sections import foreign_words
 from octavo.config.sections.model import AttentionSection, Kernel
 from octavo.config.sections.names import FROZEN, RECIPES
 from octavo.config.yaml.document import Path, scalar
-from octavo.config.yaml.problems import describe_value, dotted, nearest
+from octavo.config.yaml.problems import describe_value, dotted
 
 
 def describe_error(detail: ErrorDetails, path: Path) -> tuple[str, str]:

@@ -15,9 +15,10 @@ from typing import Any
 
 from octavo.base.hub import is_name, split_revision
 from octavo.base.safe_read import Unreadable, decode, read_bytes
+from octavo.base.wording import nearest
 from octavo.config.sections.text_types import is_reward_path, is_url, path_problem
 from octavo.config.yaml.document import MAX_CHARACTERS, MAX_LEVELS, Document, Path, read_text, read_value
-from octavo.config.yaml.problems import Place, Problem, describe_value, dotted, nearest
+from octavo.config.yaml.problems import Place, Problem, describe_value, dotted
 
 #: limit of files per configuration; files that extend each other in pairs are read 2, 4, 8 ... times
 MAX_FILES = 100

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.base import accelerator
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.fp8 import kernels
 from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context

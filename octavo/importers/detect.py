@@ -5,7 +5,8 @@ from __future__ import annotations
 import fnmatch
 from types import ModuleType
 
-from octavo.config.yaml.problems import brief, nearest
+from octavo.base.wording import nearest
+from octavo.config.yaml.problems import brief
 from octavo.importers.errors import TranslateError
 from octavo.importers.frameworks import axolotl, llama_factory, llm_foundry, loongforge, mindspeed, ms_swift, vila
 from octavo.importers.source.files import KEYS

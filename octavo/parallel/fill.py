@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.fp8.optim import shard_like
 from octavo.fp8.weights import fill_parameter, local_rows
 from octavo.parallel.world import World, WorldError

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from octavo import models
 from octavo.base import atomic_write
-from octavo.base.plural import count_noun
 from octavo.base.seal_note import NOTE, Note, read_note, write_note
+from octavo.base.wording import count_noun
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.names import Matrices
 from octavo.checkpoint.hf_folder import MAX_FILE_BYTES, plan_parts

@@ -60,7 +60,7 @@ def test_every_command_has_help(name, capsys):
         (["train", "no.yaml"], "octavo train: no.yaml: there is no file no.yaml"),
         (["train", "run.yaml", "train.stpes=1"], "train.stpes: unknown key; did you mean `steps`?"),
         (["train", "train.steps=1", "run.yaml"], "the first argument is the configuration file, found 'train.steps=1'"),
-        (["train", "run.yaml", "--fp8-recipe", "blokwise"], "invalid choice: 'blokwise' (choose from"),
+        (["train", "run.yaml", "--fp8-recipe", "blokwise"], "Did you mean 'blockwise'?"),
         (
             ["train", "run.yaml", "--fp8-recipe", "off", "--fp8-param-gather"],
             "override `fp8.param=true`: fp8.param: has no effect where nothing runs in FP8",

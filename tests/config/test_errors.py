@@ -3,9 +3,9 @@
 import pytest
 
 from octavo.base import recipe_specs
+from octavo.base.wording import nearest
 from octavo.config import ConfigError, error_texts, load_config, load_config_text
 from octavo.config.sections import foreign_words
-from octavo.config.yaml.problems import nearest
 
 BASE = """model: {path: ./m}
 data: {train: [{path: a.json}]}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from octavo import fp8
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.folder import ByteRange, Folder, map_tensor, tensor_bytes

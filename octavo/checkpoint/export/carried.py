@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.checkpoint.export.files import PlannedTensor
 from octavo.checkpoint.export.names import fused_group
 from octavo.models.errors import ModelError

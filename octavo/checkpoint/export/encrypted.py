@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.base import encryption
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.files import PlannedTensor, nbytes, shard_names
 from octavo.models.folder.folder import INDEX

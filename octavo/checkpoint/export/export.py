@@ -32,8 +32,8 @@ from torch import Tensor
 from octavo import fp8, models
 from octavo.base import atomic_write, target_folder
 from octavo.base.byte_size import format_bytes
-from octavo.base.plural import count_noun
 from octavo.base.safe_read import printable
+from octavo.base.wording import count_noun
 from octavo.checkpoint import compat
 from octavo.checkpoint.checksums import MARKER, NOTE_DIGEST, note_digest, read_note, sha256
 from octavo.checkpoint.errors import CheckpointError

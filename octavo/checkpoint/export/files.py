@@ -18,7 +18,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.folder import INDEX, SINGLE
 from octavo.models.folder.headers import DTYPE_NAMES, Header, compose, make_index

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from octavo.base.plural import count_noun
 from octavo.base.recipe_specs import NAME_OF_KIND
+from octavo.base.wording import count_noun
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.layout import (
     FORMATS,

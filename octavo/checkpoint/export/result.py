@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.byte_size import format_bytes
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.checkpoint.export.carried import Carried
 from octavo.models.processors.stop_tokens import EndToken
 

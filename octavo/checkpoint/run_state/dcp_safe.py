@@ -39,7 +39,7 @@ from torch.futures import Future
 
 from octavo.base import accelerator, safe_read
 from octavo.base.encryption.writer import open_encrypted
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.expert_rows import ShardedRows
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from octavo import fp8
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import optimizer_state as states
 from octavo.checkpoint.run_state.expert_rows import ShardedRows

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from octavo.base.hub import is_name
 from octavo.base.recipe_specs import SPECS
+from octavo.base.wording import nearest
 from octavo.config.rules import adaptive, lora, packing, phases
 from octavo.config.rules.findings import Finding, finding, glob_problem
 from octavo.config.sections.all_sections import Sections
@@ -17,7 +18,7 @@ from octavo.config.sections.fp8 import PARTS, Component, Fp8Section, Head, Rule
 from octavo.config.sections.names import COMPONENTS, is_unsupported
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.sections.text_types import is_url
-from octavo.config.yaml.problems import describe_value, nearest
+from octavo.config.yaml.problems import describe_value
 
 ABSENT = "required, but absent"
 FREEZABLE = (*COMPONENTS, "lm_head")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.base.recipe_specs import RECIPES_OF_KIND
+from octavo.base.wording import nearest
 from octavo.config.rules.findings import Finding, finding, glob_problem
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.fp8 import PARTS
 from octavo.config.sections.names import COMPONENTS
-from octavo.config.yaml.problems import describe_value, nearest
+from octavo.config.yaml.problems import describe_value
 
 
 def rules(config: Sections) -> Iterator[Finding]:

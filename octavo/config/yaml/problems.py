@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.base.safe_read import printable
@@ -53,15 +52,6 @@ class ConfigError(ValueError):
             rest = [f"and {self.more:,} more"] if self.more else []
             count = f"{len(lines) + self.more:,} problems in the configuration:"
             super().__init__("\n  ".join([count, *lines, *rest]))
-
-
-def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the most similar valid name, or None if none is similar. Case and ``-`` versus ``_`` do not matter."""
-    if len(name) > 100:  # not a typing error, and the comparison takes quadratic time
-        return None
-    by_form = {v.lower().replace("-", "_"): v for v in valid}
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), by_form, n=1, cutoff=cutoff)
-    return by_form[close[0]] if close else None
 
 
 def dotted(path: Sequence[str | int]) -> str:

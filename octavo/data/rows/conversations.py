@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.data.errors import BadSample, MediaProblem, RowProblem, quote_value
 from octavo.data.formats import media_kinds
 from octavo.data.rows import foreign

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.data.errors import MediaProblem, RowProblem, quote_value
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from octavo.base import atomic_write
-from octavo.base.plural import count_noun
 from octavo.base.safe_read import COUNT, TEXT, check_schema, first_line, parse_json
+from octavo.base.wording import count_noun
 from octavo.data.errors import DataError
 from octavo.data.formats import registry
 from octavo.data.storage import cache

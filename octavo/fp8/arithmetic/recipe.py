@@ -18,13 +18,13 @@ A :class:`CastTable` has the casts of all names, for plans that outlive a change
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from octavo.base import recipe_specs
 from octavo.base.recipe_specs import CURRENT_SCALING, FORMATS, SPECS
+from octavo.base.wording import did_you_mean
 from octavo.fp8.arithmetic.cast import CastError, CastSpec
 from octavo.fp8.arithmetic.errors import Fp8Error, short_repr
 
@@ -150,8 +150,10 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
     spec = SPECS[name]
     chosen_format = spec.formats[0] if format is None else format
     if chosen_format not in FORMATS:
+        near = did_you_mean(chosen_format, FORMATS)
         raise RecipeError(
-            f"recipe {name!r}: format={chosen_format!r} does not exist; use 'e4m3' (for all) or 'hybrid' (E5M2 for dy)."
+            f"recipe {name!r}: format={chosen_format!r} does not exist.{near} Use 'e4m3' (for all) or 'hybrid' (E5M2 for "
+            "dy)."
         )
     if chosen_format not in spec.formats:
         alternatives = ", ".join(recipe_specs.recipes_with_format(chosen_format))
@@ -215,9 +217,7 @@ def find_precisions(r: Recipe, recipe_of: Callable[..., Recipe]) -> dict[str, st
 def _unknown_recipe_message(name: object) -> str:
     if name == "off":
         return "'off' is the absence of a recipe: leave the layer out of the plan, or use torch.nn.functional.linear."
-    near = difflib.get_close_matches(str(name), RECIPES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"recipe {name!r} does not exist.{hint} There are: {', '.join(RECIPES)}."
+    return f"recipe {name!r} does not exist.{did_you_mean(name, RECIPES)} There are: {', '.join(RECIPES)}."
 
 
 # --- the casts of a plan ----------------------------------------------------------------------------------------------

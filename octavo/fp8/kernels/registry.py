@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.base.wording import did_you_mean
 from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.errors import Fp8Error
@@ -358,7 +359,9 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> Backend:
     """Return the backend of that name. Raises BackendError with the registered names if there is none."""
     if name not in _backends:
-        raise BackendError(f"There is no backend {name!r}; use 'auto' or one of: {', '.join(names())}.")
+        raise BackendError(
+            f"There is no backend {name!r}.{did_you_mean(name, names())} Use 'auto' or one of: {', '.join(names())}."
+        )
     return _backends[name]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
+from octavo.base.wording import did_you_mean
 from octavo.fp8.arithmetic.adamw import MASTERS, Hyper, Piece
 from octavo.fp8.arithmetic.moments import STATES, MaxOverRanks
 from octavo.fp8.arithmetic.philox import LIMIT
@@ -273,7 +274,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _check_formats(group: Group) -> None:
     states, kind = group["states"], group["master"]
     if states not in STATES:
-        raise ValueError(f"states={states!r} is none of {', '.join(STATES)}.")
+        raise ValueError(f"states={states!r} is none of {', '.join(STATES)}.{did_you_mean(states, STATES)}")
     if kind not in MASTERS:
         raise ValueError(f"master={kind!r} is none of {', '.join(MASTERS)}.")
 

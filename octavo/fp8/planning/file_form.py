@@ -9,11 +9,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from octavo.base import safe_read
+from octavo.base.wording import did_you_mean
 from octavo.fp8.arithmetic.errors import short_repr
 from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, CastTable, RecipeError, recipe
 from octavo.fp8.planning.rows import PlanRow
@@ -199,9 +199,8 @@ def _parse_line(item: Any, place: str, backends: bool) -> Line:
     if name == AUTO:
         raise PlanError("recipe 'auto' is not allowed in a plan; name a recipe")
     if name not in (OFF, *RECIPES):
-        close = get_close_matches(str(name), (OFF, *RECIPES), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ";"
-        raise PlanError(f"recipe {name!r} does not exist{hint} use one of {', '.join((OFF, *RECIPES))}.")
+        known = (OFF, *RECIPES)
+        raise PlanError(f"recipe {name!r} does not exist.{did_you_mean(name, known)} Use one of {', '.join(known)}.")
     if not isinstance(why, str):
         raise PlanError(f"why must be text, got {why!r}.")
     if (inner := re.fullmatch(r"[^()]*, (?:line|entry) \d+[^()]*\((.*)\)", why)) is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from octavo.base import accelerator
+from octavo.base.wording import did_you_mean
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe.experts import Experts
@@ -140,9 +141,10 @@ def check_names(
     for word, requested in (("component", policy.components), ("tokens of component", tokens or {})):
         for component in requested:
             if component not in present and (word == "component" or (requested[component] and component not in parts)):
+                fix = did_you_mean(component, present) or f" Remove {component!r}."
                 raise PlanError(
                     f"{word} {component!r} was requested, but this model has no linear layers there; its components "
-                    f"are {', '.join(present) or 'none'}. Remove {component!r}."
+                    f"are {', '.join(present) or 'none'}.{fix}"
                 )
     if tokens is not None:
         needed = (c for c in present if any(r.component == c and r.kind not in OUTSIDE for r in rows))

@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from octavo.base.recipe_specs import CANDIDATES, DEFAULT_RECIPE, FORMATS, SPECS
+from octavo.base.wording import did_you_mean
 from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.recipe import GEMMS, PRECISIONS, RECIPES, CastTable, Recipe, RecipeError
 from octavo.fp8.kernels import registry
@@ -187,9 +188,13 @@ class Policy:
             if isinstance(level, Rule):
                 continue
             if level.activations not in ACTIVATIONS and not (level.activations is None and level is not self):
-                raise PlanError(f"{where}: activations={level.activations!r} does not exist; use 'bf16' or 'fp8'.")
+                near = did_you_mean(level.activations, ACTIVATIONS)
+                raise PlanError(
+                    f"{where}: activations={level.activations!r} does not exist.{near} Use 'bf16' or 'fp8'."
+                )
         if self.weight_codes not in WEIGHT_CODES:
-            raise PlanError(f"weight_codes={self.weight_codes!r} does not exist; use 'keep', 'recast' or 'both'.")
+            near = did_you_mean(self.weight_codes, WEIGHT_CODES)
+            raise PlanError(f"weight_codes={self.weight_codes!r} does not exist.{near} Use 'keep', 'recast' or 'both'.")
         if self.fuse not in FUSE:
             raise PlanError(f"fuse={self.fuse!r} does not exist; use 'off' or 'on'.")
         if self.backend != "auto":
@@ -198,12 +203,14 @@ class Policy:
             self._check_words(where, level)
         for where, name in self._recipes():
             if name not in (OFF, AUTO, *RECIPES):
-                raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_recipe_names()}.")
+                near = did_you_mean(name, (OFF, AUTO, *RECIPES))
+                raise PlanError(f"{where}: recipe {name!r} does not exist.{near} Use one of {_recipe_names()}.")
         candidates = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)
         unknown = [c for c in candidates if c not in RECIPES]
         if unknown or not candidates:
             names = ", ".join(map(repr, unknown)) or "none"
-            raise PlanError(f"candidates of 'auto' must be recipes ({', '.join(RECIPES)}), got {names}.")
+            near = did_you_mean(unknown[0], RECIPES) if unknown else ""
+            raise PlanError(f"candidates of 'auto' must be recipes ({', '.join(RECIPES)}), got {names}.{near}")
         object.__setattr__(self, "candidates", tuple(dict.fromkeys(candidates)))
 
     def __repr__(self) -> str:
@@ -216,7 +223,10 @@ class Policy:
             value = getattr(level, name)
             optional = name == "format" or not isinstance(level, Policy)
             if value not in allowed and not (value is None and optional):
-                raise PlanError(f"{where}: {name}={value!r} does not exist; use {' or '.join(map(repr, allowed))}.")
+                choices = " or ".join(map(repr, allowed))
+                raise PlanError(
+                    f"{where}: {name}={value!r} does not exist.{did_you_mean(value, allowed)} Use {choices}."
+                )
         if isinstance(level.recipe, Recipe):
             raise PlanError(
                 f"{where}: recipe must be a name, got the Recipe object {level.recipe.name!r}. Use "

@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 
 from octavo.base import safe_read
 from octavo.base.hub import is_name
+from octavo.base.wording import nearest
 from octavo.config.sections.text_types import is_url
-from octavo.config.yaml.problems import ConfigError, Place, Problem, describe_value, nearest
+from octavo.config.yaml.problems import ConfigError, Place, Problem, describe_value
 from octavo.importers.common.key_outcomes import Kind, Row, Setting
 from octavo.importers.errors import TranslateError
 from octavo.importers.source.keys import SourceConfig, SourceKey

@@ -19,7 +19,7 @@ import numpy as np
 from transformers import BatchFeature, PreTrainedTokenizerBase, WhisperFeatureExtractor
 from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder.chat import WithDeadline
 from octavo.models.folder.folder import check_sizes, open_plain, wrap_errors

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import BatchFeature, GenerationConfig, LogitsProcessorList, PreTrainedModel, ProcessorMixin
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.models.errors import ModelError
 from octavo.models.folder import chat
 from octavo.models.processors.frames import why_not_stock_times

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedToken
 
 from octavo.base import safe_read
 from octavo.base.model_families import RECORDS, trained_families, trains_on, video_families
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.models.custom.nvila.three_folders import add_media_tokens, find_template
 from octavo.models.errors import ModelError, NoEndTokenError
 from octavo.models.folder.chat import (

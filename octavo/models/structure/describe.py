@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.fp8.policy import matches
 from octavo.models.errors import ModelError
 from octavo.models.structure.skeleton import empty, is_audio_config, is_vision_config

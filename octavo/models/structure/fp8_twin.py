@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.base import hub, safe_read
-from octavo.base.plural import count_noun
 from octavo.base.recipe_specs import NAME_OF_KIND
+from octavo.base.wording import count_noun
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import QUANTIZED_KEYS, check_weight_files, find_file, read_companion, read_json
 from octavo.models.folder.quantization import Quantization, read_quantization

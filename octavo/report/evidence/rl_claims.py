@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.evidence import claims
 from octavo.report.evidence.claims import Interval

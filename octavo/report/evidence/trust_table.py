@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 
 PASS, WARN, UNDECIDED, FAIL = "pass", "warn", "undecided", "fail"
 UNTRIED = "untried"  # a claim that was not tested, with instructions for testing it; it does not count

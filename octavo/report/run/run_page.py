@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib
 
 from octavo.base import atomic_write
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.config import to_yaml
 from octavo.report.evidence.claims import mean_gap
 from octavo.report.evidence.run_reader import ROLES, ReportError, layer_health, read_json_file

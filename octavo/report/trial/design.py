@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.evidence import claims as intervals

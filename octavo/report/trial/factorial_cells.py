@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from octavo.base.wording import nearest
 from octavo.config import COMPONENTS, Component, Config, Rule
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.config.yaml.problems import nearest
 from octavo.report.evidence.claims import LOSS_MARGIN, decide
 from octavo.report.evidence.factorial import NONE, Cell, Effect, compute_effects, subsets
 from octavo.report.evidence.run_reader import ReportError, RunRecord

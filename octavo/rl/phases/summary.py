@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.config import Config
 from octavo.rl.objectives.registry import PREFERENCES
 from octavo.rl.phases.preference_phase import settings

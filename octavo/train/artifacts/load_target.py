@@ -26,9 +26,9 @@ from torch import nn
 
 from octavo import checkpoint, fp8, models, parallel
 from octavo.base import accelerator, safe_read
-from octavo.base.plural import count_noun
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.base.seal_note import check_adapter
+from octavo.base.wording import count_noun
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_weights

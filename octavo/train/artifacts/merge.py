@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from octavo import adapters, fp8, models
 from octavo.adapters.merge import adapted_weights
 from octavo.adapters.merge_error import MIN_KEPT, MergeErrors
-from octavo.base.plural import count_noun
 from octavo.base.recipe_specs import NAME_OF_KIND
+from octavo.base.wording import count_noun
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import ExportResult, Progress, check_target, export
 from octavo.checkpoint.export.formats import FP8

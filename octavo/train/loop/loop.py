@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import checkpoint, parallel
 from octavo.base import hub
-from octavo.base.plural import count_noun
 from octavo.base.safe_read import replace_nonfinite
+from octavo.base.wording import count_noun
 from octavo.config import Config
 from octavo.models.structure.fp8_twin import resolve_twin
 from octavo.train.callbacks import trackers

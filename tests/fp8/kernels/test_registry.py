@@ -150,7 +150,7 @@ def test_public_quantize_selects_backend(backends: None, monkeypatch: pytest.Mon
     with pytest.raises(BackendError, match="divides by 128, found 100"):
         fp8.quantize(torch.randn(2, 100), CastSpec(), backend="picky")
     with pytest.raises(
-        BackendError, match="There is no backend 'cutlass'; use 'auto' or one of: useless, picky, deepgemm, torch,"
+        BackendError, match="There is no backend 'cutlass'. Use 'auto' or one of: useless, picky, deepgemm, torch,"
     ):
         fp8.quantize(torch.randn(2, 128), CastSpec(), backend="cutlass")
 

@@ -119,7 +119,7 @@ EDITS = [
     (
         '"recipe": "rowwise"',
         '"recipe": "rowise"',
-        f"recipe 'rowise' does not exist; did you mean 'rowwise'. use one of off, {', '.join(recipe_specs.NAMES)}.$",
+        f"recipe 'rowise' does not exist. Did you mean 'rowwise'. Use one of off, {', '.join(recipe_specs.NAMES)}.$",
     ),
     ('"recipe": "rowwise", "format": "e4m3"', '"recipe": "off", "fwd": "fp8"', "fwd, wgrad has no effect if the"),
     ('"recipe": "rowwise"', '"recipe": "auto"', "recipe 'auto' is not allowed in a plan"),

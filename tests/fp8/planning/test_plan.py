@@ -179,7 +179,7 @@ ERRORS = [
         "component 'audio' was requested.*its components are image_encoder, ",
     ),
     ({"rules": [{"match": "**", "recipe": "off"}]}, "FP8 is requested, but no layer.*would run in FP8.*'off'"),
-    ({"recipe": "blockwize"}, "recipe 'blockwize' does not exist; use one of off, tensorwise"),
+    ({"recipe": "blockwize"}, "'blockwize' does not exist. Did you mean 'blockwise'. Use one of off"),
     ({"candidates": ("fast",)}, "candidates of 'auto' must be recipes .tensorwise.*got 'fast'"),
     ({"activations": "fp9"}, "does not exist"),
     ({"recipe": "mxfp8", "format": "hybrid"}, "the whole model: .*mxfp8.*hybrid"),
@@ -224,7 +224,7 @@ NONSENSE = [
     ({"rules": ({"match": "a.q_proj"},)}, "rule 'a.q_proj' has no effect"),
     ({"rules": ({"match": 3, "recipe": "off"},)}, "match must be a glob .* got 3"),
     ({"rules": fp8.Rule("a", recipe="off")}, "got Rule.*Use a tuple"),
-    ({"recipe": "off", "format": "e3m4"}, "the whole model: format='e3m4' does not exist; use 'e4m3' or 'hybrid'"),
+    ({"recipe": "off", "format": "e3m4"}, "the whole model: format='e3m4' does not exist.*Use 'e4m3' or 'hybrid'"),
     ({"recipe": "off", "fwd": "fp4"}, "the whole model: fwd='fp4' does not exist"),
     ({"rules": (fp8.Rule("a", recipe="off", wgrad="no"),)}, "rule 'a': wgrad='no' does not exist"),
 ]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import BatchFeature, PreTrainedConfig, ProcessorMixin
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 from octavo.models.custom.nvila.configuration import NvilaLiteConfig
 from octavo.models.custom.nvila.images import NvilaImages
 from octavo.models.custom.nvila.three_folders import IMAGE, MEDIA

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.safe_read import read_json, read_text
+from octavo.base.wording import nearest
 from octavo.config.yaml.document import read_text as parse
-from octavo.config.yaml.problems import nearest
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory import Card
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.base.plural import count_noun
+from octavo.base.wording import count_noun
 
 
 @pytest.mark.parametrize(
