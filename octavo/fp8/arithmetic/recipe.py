@@ -152,8 +152,8 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
     if chosen_format not in FORMATS:
         near = did_you_mean(chosen_format, FORMATS)
         raise RecipeError(
-            f"recipe {name!r}: format={chosen_format!r} does not exist.{near} Use 'e4m3' (for all) or 'hybrid' (E5M2 for "
-            "dy)."
+            f"recipe {name!r}: format={chosen_format!r} does not exist.{near} Use 'e4m3' (for all) or 'hybrid' (E5M2 "
+            "for dy)."
         )
     if chosen_format not in spec.formats:
         alternatives = ", ".join(recipe_specs.recipes_with_format(chosen_format))
