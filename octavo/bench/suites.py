@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
+from octavo.base.wording import did_you_mean
 from octavo.bench.bench import Bench, BenchError
 from octavo.bench.record import Result, select_suite, suite_names, write
 
@@ -31,7 +32,8 @@ def run(names: list[str], bench: Bench) -> Result:
     """Run suites one after the other into ``bench.result``. Raises BenchError for an unknown name."""
     unknown = [name for name in names if name not in SUITES]
     if unknown:
-        raise BenchError(f"there is no suite {unknown[0]!r}; choose from all, {', '.join(SUITES)}.")
+        near = did_you_mean(unknown[0], SUITES)
+        raise BenchError(f"there is no suite {unknown[0]!r}; choose from all, {', '.join(SUITES)}.{near}")
     for name in names:
         suite: Callable[[Bench], None] = import_module(f"{__package__}.suite_{name}").run
         bench.start_budget()

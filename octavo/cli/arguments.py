@@ -148,8 +148,24 @@ def missing_files(cfg: Config, file: str | None) -> list[str]:
             absent.append((f"{key}.images", entry.images, "folder"))
     missing = [f"{key}: there is no {kind} {path}{_from_here(path, file)}" for key, path, kind in absent]
     if Path(model).is_dir() and not (Path(model) / "config.json").exists():
-        missing.insert(0, f"model.path: {model} is not a model folder: it has no config.json")
+        missing.insert(0, f"model.path: {model} is not a model folder: {_why_no_model(Path(model))}")
     return missing
+
+
+def _why_no_model(folder: Path) -> str:
+    """Return what a folder without config.json is, and which model was probably meant."""
+    runs = [folder, *folder.absolute().parents[:2]]  # a run, its folder of checkpoints, one of these
+    run = next((run for run in runs if (run / "config.yaml").is_file()), None)
+    if (folder / "adapter_config.json").is_file():
+        return "it is an adapter; set model.path to its base and lora.adapter to this folder"
+    if run is None:
+        return "it has no config.json"
+    what = "it is a run directory" if run == folder else f"it belongs to the run {run}"
+    if (run / "hf" / "config.json").is_file():
+        return f"{what}, whose model is {run / 'hf'}"
+    if (run / "adapter").is_dir():
+        return f"{what} with LoRA; merge its adapter first: octavo merge {run} MERGED"
+    return f"{what} without hf/; export its model first: octavo export {run} MODEL --format bf16"
 
 
 def _from_here(path: str, file: str | None) -> str:

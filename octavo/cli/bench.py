@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from octavo.base.wording import did_you_mean
 from octavo.cli import arguments, terminal
 
 SUITES = ("cast", "gemm", "linear", "moe", "optimizer", "layer", "step", "decode", "memory")
@@ -51,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
         return bench.report(args.suite[1:])
     if unknown := [name for name in args.suite if name not in ("all", *SUITES)]:
-        print(f"octavo bench: there is no suite {unknown[0]!r}; suites are: all, {', '.join(SUITES)}", file=sys.stderr)
+        near = did_you_mean(unknown[0], ("all", *SUITES))
+        known = ", ".join(("all", *SUITES))
+        print(f"octavo bench: there is no suite {unknown[0]!r}; suites are: {known}.{near}", file=sys.stderr)
         return 2
     import torch
 

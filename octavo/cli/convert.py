@@ -19,7 +19,7 @@ import time
 
 from octavo.base import target_folder
 from octavo.base.byte_size import format_bytes
-from octavo.base.wording import count_noun
+from octavo.base.wording import count_noun, did_you_mean
 from octavo.cli import arguments, terminal
 
 COMMANDS = ("hf_to_dcp", "dcp_to_hf", "lora_hf_to_dcp")
@@ -65,7 +65,8 @@ def _resolve_arguments(args: argparse.Namespace) -> None:
         words.pop(0)
     args.command, *folders = words or [""]
     if args.command not in COMMANDS:
-        raise arguments.UsageError(f"{args.command or CONVERTER}: expected one of {', '.join(COMMANDS)}")
+        near = did_you_mean(args.command, COMMANDS)
+        raise arguments.UsageError(f"{args.command or CONVERTER}: expected one of {', '.join(COMMANDS)}.{near}")
     folder_names = ("load_dir", "save_dir") if args.command == "dcp_to_hf" else ("hf_dir", "dcp_dir")
     for name in MINDSPEED_FOLDERS:
         if getattr(args, name) is not None and name not in (

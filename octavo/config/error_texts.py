@@ -133,8 +133,9 @@ def _unknown_key_fix(path: Path) -> str:
     if section is None:
         return ""
     valid = [*section.model_fields, *(["extends"] if section is Config else [])]
-    translated = foreign_words.key_of(name)
-    if translated is not None and translated[0].split(":")[0] != dotted(path):
+    inside = next((str(part) for part in path[:-1]), "")
+    translated = foreign_words.key_of(inside, name, valid)
+    if translated is not None:
         return foreign_words.suggest(f"`{translated[0]}`", translated[1])
     close = nearest(name, valid)
     if close:
@@ -142,7 +143,7 @@ def _unknown_key_fix(path: Path) -> str:
     sections_with_key = [
         f"{top}.{name}" for top in Config.model_fields if name in _fields((top,)) and (top,) != path[:-1]
     ]
-    if sections_with_key:
+    if sections_with_key and (not inside or name not in foreign_words.SEVERAL_MEANINGS):
         return f"did you mean `{sections_with_key[0]}`?"
     similar = nearest(name, foreign_words.KEYS, 0.85)
     if similar:
@@ -155,7 +156,9 @@ def _meant_value(path: Path, value: object, options: Sequence[str]) -> str:
     names = tuple(part for part in path if isinstance(part, str))
     if (translated := foreign_words.value_of(names, value)) is not None:
         return f"{foreign_words.suggest(*translated)} "
-    close = nearest(str(value), options, 0.85 if names in foreign_words.OBJECTIVES else 0.6)
+    # Names of objectives are short: one letter makes another objective.
+    guessed = names not in foreign_words.OBJECTIVES or len(str(value)) >= 5
+    close = nearest(str(value), options, 0.8 if names in foreign_words.OBJECTIVES else 0.6) if guessed else None
     return f"{foreign_words.suggest(close, '')} " if close else ""
 
 

@@ -275,7 +275,7 @@ def test_command_rejects_invalid_arguments(place, tmp_path, capsys):
     model, out = str(place / "model"), str(tmp_path / "out")
     for arguments, code, words in (
         ([model, out], 2, "--format"),
-        ([model, out, "--format", "fp4"], 2, "invalid choice"),
+        ([model, out, "--format", "fp4"], 2, "'fp4' is none of bf16"),
         ([model, out, "--format", "bf16", "--max-shard-size", "many"], 2, "expected a size such as 5GB"),
         ([model, out, "--format", "bf16", "--device", "abacus"], 2, "is not a device"),
         ([model, out, "--format", "bf16", "--step", "3"], 1, "is not a run directory"),

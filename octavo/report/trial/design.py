@@ -68,7 +68,8 @@ class Design:
         """The identity of this design among those in the same folder."""
         recipes = [run.name for run in self.runs if run.kind == "fp8"]
         identity = {"recipes": recipes, "seeds": self.seeds, "forks": self.forks, "factors": list(self.factors)}
-        return identity | {"accuracy_margin": self.accuracy_margin}
+        estimated = [estimate.claim for estimate in self.expected]
+        return identity | {"accuracy_margin": self.accuracy_margin, "claims": estimated}
 
     @property
     def lines(self) -> list[str]:

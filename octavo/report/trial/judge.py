@@ -44,7 +44,7 @@ class Verdict:
         return tuple(check for check in self.checks if check.name in CLAIMS)
 
     @property
-    def decided(self) -> tuple[Check, ...]:
+    def closed_claims(self) -> tuple[Check, ...]:
         """The claims that this trial decided, or whose figure it reports."""
         return tuple(claim for claim in self.claims if claim.status not in (UNDECIDED, UNTRIED))
 
@@ -63,16 +63,15 @@ class Verdict:
         if run["failure"]:
             return f"{run['label']} failed after step {run['steps']}"
         worst = next((check for check in self.checks if check.status == self.status), None)
-        title = "" if worst is None else worst.title
-        what = title if title[1:2].isupper() else f"{title[:1].lower()}{title[1:]}"
-        if self.status == PASS:
-            measured = (
-                "answers as well as" if any(c.name == trial_claims.ACCURACY for c in self.decided) else "trains like"
-            )
-            return f"{run['label']} {measured} {dtype}, within the margin"
+        what = "" if worst is None else _begin_lower(worst.title)
+        if self.status == PASS and self.closed_claims:
+            has_answers = any(claim.name == trial_claims.ACCURACY for claim in self.closed_claims)
+            return f"{run['label']} {'answers as well as' if has_answers else 'trains like'} {dtype}, within the margin"
         if self.status == FAIL and worst in self.claims:
             return f"{run['label']} is worse than {dtype}: {what}"
-        return f"{run['label']}: {what}"
+        if self.status == WARN and worst in self.claims:
+            return f"{run['label']} is better than {dtype} by more than the margin: {what}"
+        return f"{worst.run}: {what}" if worst is not None and what else f"{run['label']}: no claim was tested"
 
     @property
     def effects(self) -> tuple[Check, ...]:
@@ -95,6 +94,12 @@ class Verdict:
     def exit_code(self) -> int:
         """The exit code of ``octavo compare``: 1 for fail, 3 for undecided, else 0."""
         return {FAIL: 1, UNDECIDED: 3}.get(self.status, 0)
+
+
+def _begin_lower(title: str) -> str:
+    """Return a title within a sentence: with a small first letter, unless its first word has others (FP8, NaN)."""
+    first = title.split()[0]
+    return title if first != first.capitalize() else f"{title[0].lower()}{title[1:]}"
 
 
 def accuracy(record: RunRecord) -> float | None:

@@ -8,13 +8,14 @@ only their ratios are meaningful, and the report says so.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,10 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None, nproc: i
             if requests:
                 raise SystemExit(128 + requests[0])
             progress.update()
+            # Runs that ended, well or not, make room for the next ones.
             for started in [s for s in running if s.process.poll() is not None]:
                 running.remove(started)
+                progress.ended.add(runs.index(started.run))
                 if sentence := _fp8_failure(started):
                     failures[started.run.name] = sentence
                 elif started.process.returncode:
@@ -163,6 +166,7 @@ class _Progress:
     def __init__(self, runs: Sequence[Run], console: Any, jobs: int = 1) -> None:
         self.runs, self.console = runs, console
         self.left = _TimeLeft([run.cfg.train.total_steps - run.begins for run in runs], jobs)
+        self.ended: set[int] = set()
         self._bars: Any = None
         self._last = time.monotonic()
 
@@ -186,7 +190,7 @@ class _Progress:
         if self.console is None:
             return
         done, totals = [_count_steps(run) for run in self.runs], self.left.totals
-        left = self.left.update(done, time.monotonic())
+        left = self.left.update(done, time.monotonic(), self.ended)
         shown = f", about {format_time(left)} left" if left and not final else ""
         if self._bars is not None:
             for number, (task, steps, total) in enumerate(zip(self._tasks, done, totals, strict=True)):
@@ -208,25 +212,25 @@ class _TimeLeft:
     def __init__(self, totals: Sequence[int], jobs: int) -> None:
         self.totals, self.jobs = totals, jobs
         self._first: dict[int, tuple[int, float]] = {}  # run -> (steps, time) when it was first seen training
+        self._paces: dict[int, float] = {}  # run -> seconds a step
 
-    def update(self, done: Sequence[int], now: float) -> float | None:
-        """Return the seconds left, or None before two steps of a run were seen."""
-        for number, steps in enumerate(done):
-            if steps and number not in self._first:
-                self._first[number] = steps, now
-        paces = {
-            number: (now - began) / (done[number] - steps)
-            for number, (steps, began) in self._first.items()
-            if done[number] > steps
-        }
-        if not paces:
+    def update(self, done: Sequence[int], now: float, ended: Collection[int] = ()) -> float | None:
+        """Return the seconds left after ``done`` steps of each run, or None before two steps of a run were seen.
+        ``ended``: runs that train no more, also if they failed."""
+        left = []
+        for number, (steps, total) in enumerate(zip(done, self.totals, strict=True)):
+            if number in ended or steps >= total:
+                continue
+            left.append((number, total - steps))
+            if steps:
+                begun, since = self._first.setdefault(number, (steps, now))
+                if steps > begun:
+                    self._paces[number] = (now - since) / (steps - begun)
+        if not left or not self._paces:
             return None
-        mean = sum(paces.values()) / len(paces)
-        left = [
-            (total - steps) * paces.get(number, mean)
-            for number, (steps, total) in enumerate(zip(done, self.totals, strict=True))
-        ]
-        return max(*left, sum(left) / self.jobs)
+        mean = sum(self._paces.values()) / len(self._paces)
+        seconds = [steps * self._paces.get(number, mean) for number, steps in left]
+        return max(*seconds, sum(seconds) / self.jobs) if len(seconds) > 1 else seconds[0]
 
 
 def format_time(seconds: float) -> str:
@@ -236,7 +240,13 @@ def format_time(seconds: float) -> str:
 
 
 def _count_steps(run: Run) -> int:
+    """Return the steps that a run has trained, by its last whole row."""
     try:
-        return (Path(run.cfg.run.dir) / "metrics.jsonl").read_bytes().count(b"\n")
+        rows = (Path(run.cfg.run.dir) / "metrics.jsonl").read_bytes().rpartition(b"\n")[0]
     except FileNotFoundError:
         return 0
+    if not rows:
+        return 0
+    with suppress(ValueError, KeyError, TypeError):  # a damaged row is reported when the run is read
+        return max(0, int(json.loads(rows.rpartition(b"\n")[2])["step"]) - run.begins)
+    return 0

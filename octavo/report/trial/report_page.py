@@ -184,7 +184,7 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
         )
         word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {format_fixed(high_figure, 3)}"
         figures = [{"figure": format_fixed(fp8_figure, 3), "word": word}]
-    elif math.isfinite(verdict.data["noise"]):
+    elif judges_loss(verdict):
         word = f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}"
         figures = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
     else:  # the trial does not judge losses
@@ -204,7 +204,7 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
         figures.append({"figure": f"{sizes[0] / size:.1f} {unit}", "word": word})
     ratio = runs[run.label]["speed_ratio"]
     if math.isfinite(ratio):
-        kind = _computed_on(record.environment)
+        kind = computed_on(record.environment)
         places = {"gpu": "on this GPU", "cpu": "with FP8 emulated on this CPU"}
         where = places.get(kind, f"with FP8 emulated on this {kind} device")
         figures.append({"figure": f"{ratio:.2f} x", "word": f"the speed of {dtype}, {where}"})
@@ -246,7 +246,7 @@ def speed_sentence(records: Records, jobs: int = 1) -> str:
     """Return how to interpret the speed figures on this device; ``jobs`` runs trained at the same time."""
     shared = f"Up to {jobs} runs trained at the same time and shared the machine. " if jobs > 1 else ""
     environment = next(record.environment for run, record in records if run.kind == "reference")
-    if _computed_on(environment) == "gpu":
+    if computed_on(environment) == "gpu":
         return shared + "Measured on the GPU listed under Environment, in one trial."
     return shared + (
         "This machine has no GPU: the reference backend emulated FP8 in plain PyTorch, with casts in addition to "
@@ -255,7 +255,12 @@ def speed_sentence(records: Records, jobs: int = 1) -> str:
     )
 
 
-def _computed_on(environment: Mapping[str, Any]) -> str:
+def judges_loss(verdict: Verdict) -> bool:
+    """Return whether one of the claims is about losses."""
+    return any(claim.name in (WEIGHTS, FORKS, SEEDS) for claim in verdict.claims)
+
+
+def computed_on(environment: Mapping[str, Any]) -> str:
     """Return gpu, cpu, or the type of another device; older records only list GPUs."""
     device_type = (environment.get("accelerator") or {}).get("type")
     gpu = bool(environment.get("gpus")) and device_type != "cpu"
@@ -309,7 +314,7 @@ def render(
         ),
         runs=verdict.data["arms"],
         noise=verdict.data["noise"],
-        judges_loss=math.isfinite(verdict.data["noise"]),
+        judges_loss=judges_loss(verdict),
         dtype=verdict.data["reference_dtype"],
         panels=rl_claims.PANELS.get(verdict.data["phase"], ()),
         no_losses=rl_claims.WHY_NO_LOSS_CLAIMS.get(verdict.data["phase"], ""),
