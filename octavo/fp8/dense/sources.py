@@ -21,7 +21,7 @@ wgrad: the gradient is the exact gradient of the forward, except that the roundi
 rounding happens also without a graph (evaluation, the first run of a reentrant checkpoint), so that a model has one
 forward. **Attention's output layer** (:mod:`octavo.fp8.blocks.attention_output`) casts its input again in the backward.
 
-A decoder layer still saves q, k, v and the output of attention in 16 bits: 20 of 66.7 KiB per token (measured) with a
+A decoder layer still saves q, k, v and the output of attention in 16 bits: 20 of 66.4 KiB per token with a
 hidden size of 4096, an intermediate size of 12288, 32 heads of 128, 8 key-value heads and QK-norm. Operations in a
 block's own forward are not replaced: a layer scale that is a bare parameter (InternVL's ``lambda_1 * x``) saves x, and
 q, k and v from one fused projection (Qwen-VL's vision towers) keep each other's memory alive unless attention copies v,

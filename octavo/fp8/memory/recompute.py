@@ -14,8 +14,8 @@ Saved bytes of a decoder layer (4096, 12288, 32 heads, 8 of k and v, QK-norm, BF
 
                  bytes per token       FLOPs recomputed
                  stock      FP8 saved  stock                       FP8
-    none         210.3 KiB  66.7 KiB    0 %                         0 %
-    selective     62.1 KiB  45.8 KiB   52 % (gate and up)          78 % (down, too)
+    none         210.3 KiB  66.4 KiB    0 %                         0 %
+    selective     62.1 KiB  45.7 KiB   52 % (gate and up)          78 % (down, too)
     full           8.0 KiB   8.0 KiB   74 % (not down), scores    100 %, scores
 
 A norm that produces FP8 codes for the next layers, or saves its input in FP8, is not recomputed: it would then save its

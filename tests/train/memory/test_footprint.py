@@ -78,7 +78,7 @@ def test_the_largest_shard_is_counted() -> None:
 
 @pytest.mark.long
 def test_a_qwen3_8b_layer_keeps_what_the_target_says() -> None:
-    """A decoder layer of 4096, 12288, 32/8 heads of 128 with QK-norm: 66.7 KiB a token, one block standing for 36,
+    """A decoder layer of 4096, 12288, 32/8 heads of 128 with QK-norm: 66.4 KiB a token, one block standing for 36,
     beside what transformers ships in BF16."""
     model, family = shapes.shape_model("qwen3_vl_8b")
     tokens = Tokens({"foundation": 1024, "image_encoder": 0}, 1024, 0)
@@ -94,7 +94,7 @@ def test_a_qwen3_8b_layer_keeps_what_the_target_says() -> None:
         )
 
     assert 60 < kib("fp8.activations=fp8") <= 72
-    assert kib("fp8.activations=fp8", "train.recompute=selective") == pytest.approx(45.8, abs=0.1)
+    assert kib("fp8.activations=fp8", "train.recompute=selective") == pytest.approx(45.7, abs=0.05)
     assert kib("fp8.activations=fp8", "train.recompute=full") == pytest.approx(8.0, abs=0.05)
     assert 200 < kib("fp8.recipe=off") < 220
 
