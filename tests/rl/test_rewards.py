@@ -110,8 +110,9 @@ def make(folder):
         rewards.close()
 
 
-def test_functions_of_a_file_are_called_with_their_columns(make, capfd):
+def test_functions_of_a_file_are_called_with_their_columns(make, capfd, monkeypatch):
     """The process persists over steps, imports files of the folder, and receives the columns that a function names."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # prints must not wait in a buffer of the process
     rewards = make("rewards.py:score", {"reward": "rewards.py:by_level", "weight": -0.5, "arguments": {"factor": 3}})
     first = rewards.score(["a", "bb"], {"level": [1, 2], "answer": [None, "x"]})
     assert first.each["score"].tolist() == [1.0, 2.0] and first.each["by_level"].tolist() == [3.0, 6.0]

@@ -51,7 +51,8 @@ class Worker:
             return
         local, remote = socket.socketpair()
         with remote:
-            command = [sys.executable, str(_SCRIPT), str(remote.fileno()), str(os.getpid()), str(self.path.parent)]
+            arguments = [str(remote.fileno()), str(os.getpid()), str(self.path.parent)]
+            command = [sys.executable, "-u", str(_SCRIPT), *arguments]  # -u: a print is seen when it happens
             self._process = subprocess.Popen(  # stdout=2: what functions print goes to stderr
                 command,
                 stdin=subprocess.DEVNULL,
