@@ -11,22 +11,25 @@ import argparse
 
 from octavo.cli import arguments, compare, terminal
 
+_RUN = {"dir": "demo", "steps": 500, "seed": 0, "fresh": False}  # defaults of options that --power has no use for
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", default="demo", metavar="DIR", help="output folder (default: demo)")
-    parser.add_argument(
-        "--steps", type=arguments.positive, default=500, metavar="N", help="number of training steps (default 500)"
-    )
-    parser.add_argument("--seed", type=arguments.natural, default=0, metavar="N", help="of weights and data")
+    parser.add_argument("--dir", metavar="DIR", help="output folder (default: demo)")
+    parser.add_argument("--steps", type=arguments.positive, metavar="N", help="number of training steps (default 500)")
+    parser.add_argument("--seed", type=arguments.natural, metavar="N", help="of weights and data (default 0)")
     parser.add_argument("--fresh", action="store_true", help="retrain all runs")
     parser.add_argument("--power", action="store_true", help="print what the demo can decide, and train nothing")
     arguments.add_json(parser)
+    parser.set_defaults(**_RUN)
 
 
 def run(args: argparse.Namespace) -> int:
     # with --json, stdout carries only the verdict, and progress goes to stderr
     console = terminal.console(stderr=args.json)
     if args.power:
+        if ignored := [f"--{name}" for name, default in _RUN.items() if getattr(args, name) != default]:
+            raise arguments.UsageError(f"{', '.join(ignored)}: --power trains nothing; leave out one of them")
         from octavo.report.demo.power import read
 
         power = read()

@@ -179,6 +179,11 @@ def test_power_is_printed_without_training(capsys: pytest.CaptureFixture[str]) -
     assert data["margin"] == power.MARGIN and data["pass_probability"] >= 0.995
 
 
+def test_power_refuses_options_of_a_run(capsys) -> None:
+    assert main(["demo", "--power", "--seed", "3", "--fresh"]) == 2
+    assert "--seed, --fresh: --power trains nothing" in capsys.readouterr().err
+
+
 def test_lab_page_has_these_figures() -> None:
     page, recorded = (ROOT / "docs/lab/demo.md").read_text(), power.read()
     for figure in (
