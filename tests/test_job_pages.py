@@ -60,6 +60,7 @@ def test_a_page_begins_with_a_complete_file(job: str, tmp_path: Path) -> None:
     first = page(job).split("```")[1]
     assert first.startswith('yaml title="'), "the first block is a file"
     config, typed = write(job, tmp_path)
+    assert max(map(len, config.read_text(encoding="utf-8").splitlines())) <= 80, "wraps on the site"
     assert load_config(config).train.phase == JOBS[job]
     assert ["train", config.name] in typed and typed[0][0] == "tiny"
     written = {words[-1] for words in typed if words[0] in ("tiny", *DATA)}
