@@ -65,6 +65,8 @@ def texts() -> Iterator[tuple[str, str]]:
         text = path.read_text(encoding="utf-8")
         if path.name == "README.md":  # a table may say of which version its paths are
             text = re.sub(r"\| file \(paths as of .*?\n\n", "\n\n", text, flags=re.DOTALL)
+        if path.name == "coming_from.md":  # a list of files of other projects, at versions that it names
+            text = re.sub(r"^### Where it was read\n.*?(?=^## )", "", text, flags=re.DOTALL | re.MULTILINE)
         yield path.relative_to(ROOT).as_posix(), text
 
 

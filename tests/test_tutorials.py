@@ -19,7 +19,7 @@ from octavo.cli.main import main
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "tutorials"
 BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 #: pages that go on in the folder of another follow it
-STORIES = [["own_data", "lora_24gb", "reading_the_page"], ["trainer"]]
+STORIES = [["own_data", "lora_24gb", "reading_the_page"], ["trainer"], ["eight_lines"]]
 VERDICTS = {"compare": {0, 1, 3}}  # that a trial was made; what it finds is the machine's to say
 #: of trials in 50 steps on these examples no page names a figure; forks are those of report/test_demo.py
 SHORTER = {"compare": ["train.steps=6", "data.eval.0.max_samples=8", "--forks", "0"]}

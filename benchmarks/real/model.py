@@ -100,7 +100,7 @@ def _read(gguf: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, dict[s
     try:
         import gguf as _  # noqa: F401  transformers reads GGUF files with it
     except ImportError as cause:
-        raise RealError("the package gguf is missing; `pip install 'octavo[real]'` installs it") from cause
+        raise RealError("the package gguf is missing; `pip install '.[real]'` installs it") from cause
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
