@@ -1,7 +1,6 @@
 """What FP8 would run on GPUs that this machine does not have, from the tables of recipes and backends.
 
-Only the kernels that come with torch are considered: its own GEMMs (cuBLAS), then Triton's. DeepGEMM is installed
-separately, and :mod:`octavo.doctor.fp8_backends` lists it where it runs.
+DeepGEMM is left out, because it is installed separately; :mod:`octavo.doctor.fp8_backends` lists it where it runs.
 """
 
 from __future__ import annotations
@@ -32,32 +31,15 @@ GPUS = (
 )
 
 
-def backends_on(capability: tuple[int, int], recipe_name: str, cuda: tuple[int, int] = CUDA) -> tuple[str, ...]:
-    """Return the backends that would run fwd, dgrad and wgrad of a recipe, each once; empty without FP8 tensor
-    cores."""
-    from octavo.fp8 import recipe
-    from octavo.fp8.kernels import torch_backend, triton_backend
-    from octavo.fp8.kernels.layout import CONTRACTED
-
-    if capability < triton_backend.MIN_CAPABILITY:
-        return ()
-    built, names = recipe(recipe_name), []
-    for op in CONTRACTED:
-        casts = built.gemm(op)
-        kind = None if casts is None else torch_backend.scaling_kind(op, casts.a, casts.b)
-        if kind is not None and torch_backend.why_not_on_gpu(kind, capability, cuda) is None:
-            names.append("torch")
-        elif triton_backend.why_not_gemm(op, built) is None:
-            names.append("triton")
-    return tuple(dict.fromkeys(names))
-
-
 def describe_gpu(gpu: Gpu) -> str:
     """Return one line: the recipe that ``auto`` takes, and the recipes of each backend. A star marks recipes whose
     scales the tensor cores do not multiply by, which Triton applies itself."""
+    from octavo.fp8 import recipe
+    from octavo.fp8.kernels import backends_on
+
     by_backends: dict[str, list[str]] = {}
     for name in NAMES:
-        backends = "+".join(backends_on(gpu.capability, name))
+        backends = "+".join(backends_on(gpu.capability, recipe(name), CUDA))
         star = "" if SPECS[name].native <= gpu.capability else "*"
         by_backends.setdefault(backends or "none", []).append(name + star)
     parts = "; ".join(f"{backends}: {', '.join(names)}" for backends, names in by_backends.items())

@@ -16,7 +16,7 @@ from octavo.cli import doctor as doctor_command
 from octavo.cli.main import main
 from octavo.doctor import fp8_backends, machine, other_gpus, packages
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check, Report
-from octavo.fp8 import metrics
+from octavo.fp8 import kernels, metrics
 from octavo.fp8.kernels import registry
 from octavo.fp8.measuring import bench
 
@@ -315,7 +315,9 @@ def test_examination_continues_if_torch_is_broken(monkeypatch):
 def test_full_examination(monkeypatch):
     """All checks except the imports, which take long and have a separate test."""
     monkeypatch.setattr(packages, "SharedImports", FakeImports)
-    report = doctor.examine()
+    stages = []
+    report = doctor.examine(stages.append)
+    assert len(stages) == doctor.STAGES
     assert report.healthy, report.of(FAIL)
     areas = list(dict.fromkeys(check.area for check in report.checks))
     assert areas == ["versions", "imports", "devices", "fp8", "distributed", "storage", "optional"]
@@ -342,15 +344,17 @@ def test_report_filters_by_status():
 def test_recipes_of_gpus_that_this_machine_does_not_have():
     """Every GPU with FP8 tensor cores runs every recipe, by torch where cuBLAS multiplies by its scales."""
     for gpu in other_gpus.GPUS:
-        backends = {name: other_gpus.backends_on(gpu.capability, name) for name in fp8.RECIPES}
+        backends = {
+            name: kernels.backends_on(gpu.capability, fp8.recipe(name), other_gpus.CUDA) for name in fp8.RECIPES
+        }
         assert all(backends.values()) and backends["tensorwise"] == ("torch",)
         assert (backends["blockwise"] == ("torch",)) == (gpu.name == "Hopper")
         assert (backends["mxfp8"] == ("torch",)) == gpu.name.startswith("Blackwell")
         line = other_gpus.describe_gpu(gpu)
         assert ("mxfp8*" in line) == (gpu.capability < (10, 0)) and all(name in line for name in fp8.RECIPES)
         assert f"auto takes {fastest_on(gpu.capability[0])};" in line
-    assert other_gpus.backends_on((8, 0), "rowwise") == ()
-    assert other_gpus.backends_on((9, 0), "blockwise", cuda=(12, 8)) == ("triton",)
+    assert kernels.backends_on((8, 0), fp8.recipe("rowwise"), other_gpus.CUDA) == ()
+    assert kernels.backends_on((9, 0), fp8.recipe("blockwise"), (12, 8)) == ("triton",)
 
 
 def test_quick_examination_imports_only_torch(monkeypatch):
