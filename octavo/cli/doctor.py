@@ -10,10 +10,13 @@ Exit code 1 if something required is broken.
 from __future__ import annotations
 
 import argparse
-import sys
-from typing import Any
+import itertools
+from typing import TYPE_CHECKING, Any
 
 from octavo.cli import arguments, terminal
+
+if TYPE_CHECKING:  # --help must not wait for torch
+    from octavo.doctor import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
     # The imports take more time than everything else, and on a machine without an accelerator seldom matter.
     thorough = args.all or args.json or bool(environment.find_drivers())
-    log = (lambda text: terminal.note(f"{text} ...")) if sys.stderr.isatty() else (lambda text: None)
-    with arguments.importing():
-        report = doctor.examine(log, every_package=thorough)
+    stages = itertools.count()
+    with arguments.importing(), terminal.progress("doctor", bytes=False) as progress:
+        report = doctor.examine(lambda text: progress(next(stages), doctor.STAGES, text), every_package=thorough)
     if args.json:
         terminal.show_json(report.to_json())
     elif not thorough:
@@ -64,7 +67,7 @@ def families(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe_cpu_machine(report: Any) -> list[str]:
+def describe_cpu_machine(report: Report) -> list[str]:
     """Return what a machine without an accelerator runs, and what GPUs would run: at most 12 lines if no check failed
     or warns, else more, with the fix of each."""
     from octavo.base.recipe_specs import NAMES
@@ -93,14 +96,14 @@ def _optional_versions() -> dict[str, str | None]:
     return {package.distribution: environment.version(package.distribution) for package in packages.OPTIONAL}
 
 
-def show(report: Any, everything: bool) -> None:
+def show(report: Report, everything: bool) -> None:
     """Print the checks as a table, the meaning and fix of each failure, and a summary line."""
     rows = _all_rows(report) if everything else _short_rows(report)
     terminal.show_table(("", "what", "found"), rows)
     print("\n".join([*_problem_lines(report, *(["absent"] if everything else [])), "", _summary(report)]))
 
 
-def _problem_lines(report: Any, *further: str) -> list[str]:
+def _problem_lines(report: Report, *further: str) -> list[str]:
     """Return the meaning and fix of each check that failed or warns, or has one of the ``further`` statuses."""
     lines: list[str] = []
     for check in report.of("fail", "warn", *further):
@@ -109,7 +112,7 @@ def _problem_lines(report: Any, *further: str) -> list[str]:
     return lines
 
 
-def _summary(report: Any) -> str:
+def _summary(report: Report) -> str:
     failures = report.of("fail")
     if not failures:
         return "All required checks passed."

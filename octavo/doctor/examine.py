@@ -8,6 +8,9 @@ from octavo.base import environment
 from octavo.doctor import fp8_backends, machine, packages
 from octavo.doctor.report import FAIL, Check, Report
 
+STAGES = 5
+"""Number of calls of ``log`` in :func:`examine`."""
+
 
 def examine(log: Callable[[str], None] = lambda text: None, every_package: bool = True) -> Report:
     """Run all checks; ``log`` is called with the progress. Takes some seconds, because packages are imported; without

@@ -13,6 +13,7 @@ from octavo.train.estimate.memory import footprint
 from octavo.train.estimate.memory.card import CONTEXT, FRAGMENTS, Card
 from octavo.train.estimate.memory.fit import LINK, TIE, _combinations, _select_fastest, configured_settings, propose
 from octavo.train.estimate.memory.footprint import MemoryEstimator, with_settings
+from octavo.train.estimate.memory.switches import SWITCHES, savings
 from octavo.train.setup import planning
 from octavo.train.setup.token_counts import Tokens
 
@@ -122,3 +123,12 @@ optimizer: {{master: bf16+sr}}
         sizes.estimate(with_settings(cfg, keys))
         sizes.estimate(with_settings(cfg, {"train.recompute": "full"}))
     assert len(counted) == 2 and counted[0] == counted[1] > 0
+
+
+def test_search_and_savings_report_their_progress(all_of) -> None:
+    reports: list[tuple[int, int]] = []
+    propose(all_of, card(1e3), progress=lambda done, total: reports.append((done, total)))
+    assert [done for done, _ in reports] == list(range(reports[0][1])) and len({total for _, total in reports}) == 1
+    reports.clear()
+    assert list(savings(all_of, progress=lambda done, total: reports.append((done, total))))
+    assert reports == [(number, len(SWITCHES)) for number in range(len(SWITCHES))]

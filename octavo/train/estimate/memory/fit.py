@@ -38,7 +38,7 @@ from octavo.train.estimate.memory.footprint import (
     with_settings,
 )
 from octavo.train.estimate.memory.mesh import make_layout
-from octavo.train.estimate.memory.switches import SWITCHES
+from octavo.train.estimate.memory.switches import SWITCHES, Progress, ignore_progress
 from octavo.train.setup.planning import count_micro_steps, data_ranks, samples_per_step
 
 FLOPS, HBM, LINK = 400e12, 2.5e12, 25e9  # assumed FLOP/s of GEMMs, bytes/s of the card's memory, bytes/s to the host
@@ -126,10 +126,13 @@ class Fit:
     tried: int
 
 
-def propose(sizes: MemoryEstimator, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
-    """Search all combinations; ``held`` are dotted keys that keep their configured value."""
+def propose(
+    sizes: MemoryEstimator, card: Card, ranks: int = 1, held: Iterable[str] = (), progress: Progress = ignore_progress
+) -> Fit:
+    """Search all combinations; ``held`` are dotted keys that keep their configured value. ``progress`` is called with
+    the number of combinations done and of all, without their micro-batches and recomputation."""
     fixed = frozenset(held)
-    candidates = list(_combinations(sizes, card, ranks, fixed))
+    candidates = list(_combinations(sizes, card, ranks, fixed, progress=progress))
     best_time = min(s.seconds for s in candidates)
     candidates = [replace(s, relative=s.seconds / best_time) for s in candidates]
     fitting = [s for s in candidates if s.excess(card) <= 0]
@@ -149,7 +152,12 @@ def propose(sizes: MemoryEstimator, card: Card, ranks: int = 1, held: Iterable[s
 
 
 def _combinations(
-    sizes: MemoryEstimator, card: Card, ranks: int, held: frozenset[str], all_if_none_fits: bool = True
+    sizes: MemoryEstimator,
+    card: Card,
+    ranks: int,
+    held: frozenset[str],
+    all_if_none_fits: bool = True,
+    progress: Progress = ignore_progress,
 ) -> Iterator[Setting]:
     """Yield all combinations except those whose weights and states alone do not fit; if none of them fit, all of them,
     or none without ``all_if_none_fits``."""
@@ -188,7 +196,8 @@ def _combinations(
             forwards[*key, rows] = forward.scale(rows)
         return forward and forwards[*key, rows]
 
-    for (values, base), persistent_size in zip(bases, persistent, strict=True):
+    for number, ((values, base), persistent_size) in enumerate(zip(bases, persistent, strict=True)):
+        progress(number, len(bases))
         if persistent_size > limit:
             continue
         for micro in micro_batches:

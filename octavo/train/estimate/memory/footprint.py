@@ -135,7 +135,7 @@ class MemoryEstimator:
         self.reached = states.reached_by_backward(self.adapted_model)
         self.frozen = states.frozen_names(self.parameters)
         self._forward_cache: dict[Any, ForwardBytes] = {}
-        self._balance_cache: dict[Any, int] = {}
+        self._balance_cache: dict[object, int] = {}
         self._persistent_cache: dict[Any, int] = {}
         self._gather_cache: dict[Any, tuple[int, ...]] = {}
         self._plan_cache: dict[Any, fp8.Plan] = {_plan_key(cfg): plan}
