@@ -251,6 +251,16 @@ _FILES = {"ascend": "/dev/davinci_manager", "amd": "/dev/kfd"}
 _INTEL = "0x8086"
 
 
+def find_drivers() -> list[str]:
+    """Return the kinds of accelerators whose drivers this machine has, without importing torch: nvidia, ascend, amd,
+    intel, apple."""
+    try:
+        nvidia = _driver() is not None
+    except (OSError, subprocess.TimeoutExpired):  # nvidia-smi exists and fails: the driver is broken
+        nvidia = True
+    return ["nvidia"] * nvidia + _detect_drivers()
+
+
 def _detect_drivers() -> list[str]:
     """Return accelerators whose drivers this machine has, even if torch does not see them: ascend, amd, intel,
     apple."""

@@ -17,6 +17,12 @@ def count_noun(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else ending}"
 
 
+def format_time(seconds: float) -> str:
+    """Return a time as "40 s" or "3 min 10 s", rounded to ten seconds."""
+    tens = max(10, round(seconds / 10) * 10)
+    return f"{tens} s" if tens < 60 else f"{tens // 60} min {tens % 60} s".removesuffix(" 0 s")
+
+
 def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the most similar valid name, or None if none is similar. Case, ``-`` and ``_`` do not matter."""
     if len(name) > LONGEST:

@@ -38,6 +38,14 @@ class BisectError(ValueError):
     """A search is impossible or meaningless; the message says why, and what to do."""
 
 
+class SearchStopped(BisectError):
+    """A signal stopped a run of a search. ``exit_code``: of the command, 128 + the number of the signal."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of the first steps of a run, which begin after step ``begins``.
@@ -117,7 +125,7 @@ class Trials:
         try:
             result = rl.run(cfg, callbacks=[stop_after], describe_plan=lambda planned: ())
             if result.status != "finished":
-                raise BisectError(f"stopped in {folder}; run the same command to continue")
+                raise SearchStopped(f"stopped in {folder}; run the same command to continue", result.exit_code)
         except Exception as error:
             if not isinstance(error.__cause__, StepsDone):
                 if not _is_finding(error):

@@ -22,14 +22,18 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from types import ModuleType
 
 import octavo
 from octavo.base.encryption.reader import pop_version_1_files
 from octavo.base.safe_read import first_line, printable
 from octavo.base.wording import did_you_mean, nearest
-from octavo.cli.stop_signals import Stopped, stop_signals
+from octavo.cli.stop_signals import SIGNALS, Stopped, stop_signals
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+
+#: exit code of a command that a signal ended -> name of the signal
+STOPPED = {128 + number: signal.Signals(number).name for number in SIGNALS}
 
 #: commands whose exit code 1 means the verdict fail; their other failures have exit code 2
 VERDICTS = ("compare", "demo", "verify")
@@ -39,7 +43,7 @@ VERDICTS = ("compare", "demo", "verify")
 OWN_SIGNALS = ("train",)
 
 #: commands that read no encrypted files
-KEYLESS = ("bench", "doctor", "tiny", "digits", "examples", "text", "schema", "demo", "convert", "import")
+KEYLESS = ("bench", "doctor", "tiny", "digits", "examples", "text", "schema", "demo", "convert", "import", "completion")
 
 #: command -> description, in the order in which new users need them; each is implemented in octavo/cli/<command>.py
 COMMANDS: dict[str, str] = {
@@ -67,6 +71,7 @@ COMMANDS: dict[str, str] = {
     "text": "write a dataset of plain text from the source and documentation of the installed Python",
     "import": "translate a configuration of another framework, with a report on every key",
     "schema": "print the JSON schema of the configuration, for editors",
+    "completion": "print a script that completes commands and options in bash, zsh or fish",
 }
 
 
@@ -79,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with nullcontext() if arguments and arguments[0] in OWN_SIGNALS else stop_signals():
             return _dispatch(arguments)
-    except SystemExit as stop:  # argparse: --help (0) or wrong usage (2)
+    except SystemExit as stop:  # argparse: --help (0) or wrong usage (2); runs in parallel: a signal
+        if stop.code in STOPPED:
+            _report_end(STOPPED[stop.code])
         return stop.code if isinstance(stop.code, int) else WRONG
     except KeyboardInterrupt:
         if argv is None:  # the process is ending: a second Ctrl-C must end it at once, without a traceback
@@ -87,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("octavo: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Stopped as stop:
-        with suppress(OSError):  # after SIGHUP the terminal may be closed
-            print(f"octavo: ended by {stop.name}", file=sys.stderr, flush=True)
+        _report_end(stop.name)
         return 128 + stop.number
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe; the interpreter must not flush into it.
@@ -100,7 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         escaped = "\n".join(map(printable, message.split("\n")))  # names of files and fields are untrusted
         print(f"octavo {arguments[0]}: {escaped}", file=sys.stderr)
+        if code := getattr(error, "exit_code", 0):  # a signal stopped a run of this command
+            return int(code)
         return WRONG if _is_config_error(error) or arguments[0] in VERDICTS else FAILED
+
+
+def _report_end(name: str) -> None:
+    with suppress(OSError):  # after SIGHUP the terminal may be closed
+        print(f"octavo: ended by {name}", file=sys.stderr, flush=True)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -115,19 +128,12 @@ def _dispatch(words: list[str]) -> int:
         return _report_unknown_command(name)
     from octavo.cli import arguments
 
-    command = importlib.import_module(f"{__package__}.{name}")
-    parser = _Parser(
-        prog=f"octavo {name}",
-        description=command.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.add_arguments(parser)
-    if name not in KEYLESS:
-        arguments.add_key(parser)
+    command, parser = _load_command(name)
     arguments.check_paths(rest)
     # key=value may come before and after options
     args = parser.parse_intermixed_args(rest)
+    if name == "completion":  # only this file loads commands by their names
+        args.parsers = {other: _load_command(other)[1] for other in COMMANDS}
     arguments.check_targets(name, args)
     arguments.use_key(args)
     code = int(command.run(args))
@@ -140,6 +146,23 @@ def _dispatch(words: list[str]) -> int:
             file=sys.stderr,
         )
     return code
+
+
+def _load_command(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
+    """Import the module of a command, and return it with its parser."""
+    from octavo.cli import arguments
+
+    command = importlib.import_module(f"{__package__}.{name}")
+    parser = _Parser(
+        prog=f"octavo {name}",
+        description=command.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    if name not in KEYLESS:
+        arguments.add_key(parser)
+    return command, parser
 
 
 def _overview() -> str:

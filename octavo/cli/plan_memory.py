@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from octavo.train.estimate.memory import (
     KINDS,
     Card,
     MemoryEstimator,
+    Switch,
     configured_settings,
     gb,
     propose,
@@ -51,8 +53,13 @@ def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
             "free": -over,
             "fits": over <= 0,
         }
-    report["switches"] = [switch.to_json() for switch in savings(sizes, args.ranks)]
+    report["switches"] = [switch.to_json() for switch in _savings(sizes, args)]
     return report
+
+
+def _savings(sizes: MemoryEstimator, args: argparse.Namespace) -> list[Switch]:
+    with terminal.progress("memory switches", bytes=False) as progress:
+        return list(savings(sizes, args.ranks, progress))
 
 
 def line(sizes: Any, args: Any) -> str:
@@ -82,7 +89,7 @@ def show(sizes: Any, message: str, args: Any) -> None:
     if not args.card:
         print("add --card SIZE, e.g. --card 80GB, to see whether it fits and what each memory switch saves")
         return
-    listed = list(savings(sizes, args.ranks))
+    listed = _savings(sizes, args)
     if listed:
         print()
         terminal.show_table(
@@ -148,7 +155,8 @@ def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
     """Print the proposal as YAML, its reasons, and faster settings that do not fit. Returns exit code 1 if nothing
     fits."""
     card = Card.parse(args.fit)
-    proposal = propose(sizes, card, args.ranks, fixed)
+    with terminal.progress("searching", bytes=False) as progress:
+        proposal = propose(sizes, card, args.ranks, fixed, progress)
     if args.json:
         terminal.show_json(
             {

@@ -6,11 +6,14 @@ import itertools
 import json
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from octavo.base.byte_size import format_bytes
 from octavo.base.safe_read import printable, replace_nonfinite
+from octavo.base.wording import format_time
 
 #: colors of a status on a terminal
 STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", "absent": "dim"}
@@ -85,15 +88,19 @@ def console(*, stderr: bool = True) -> Any:
     return rich_console
 
 
+LINE_INTERVAL_S = 30.0  # seconds between lines of progress without a terminal
+
+
 @contextmanager
 def progress(
-    label: str, *, bytes: bool = True, fallback: Callable[[int, int, str], None] = lambda done, total, name: None
+    label: str, *, bytes: bool = True, fallback: Callable[[int, int, str], None] | None = None
 ) -> Iterator[Callable[..., None]]:
-    """Show a progress bar of bytes or items on a terminal. Yields a function of (done, total, name of the current
-    item). Without a terminal that function calls ``fallback``."""
+    """Show a progress bar of bytes or items, with the time left, on a terminal. Yields a function of (done, total, name
+    of the current item). Without a terminal that function calls ``fallback``, or prints a line on stderr every
+    :data:`LINE_INTERVAL_S` seconds, so that short work prints nothing."""
     shown = console()
     if not shown.is_terminal:
-        yield lambda done, total, name="": fallback(done, total, name)
+        yield PlainProgress(label, bytes).update if fallback is None else _with_name(fallback)
         return
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -102,6 +109,34 @@ def progress(
     with Progress(*columns, console=shown, refresh_per_second=4, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, name="": bar.update(task, completed=done, total=total, description=name)
+
+
+def _with_name(fallback: Callable[[int, int, str], None]) -> Callable[..., None]:
+    return lambda done, total, name="": fallback(done, total, name)
+
+
+class PlainProgress:
+    """Prints a line of progress every :data:`LINE_INTERVAL_S` seconds, with the time left at the speed since the first
+    update: work that an earlier process did costs no time now."""
+
+    def __init__(self, label: str, bytes: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.label, self.bytes, self.clock = label, bytes, clock
+        self._began = self._last = clock()
+        self._first: int | None = None
+
+    def update(self, done: int, total: int, name: str = "") -> None:
+        now = self.clock()
+        if self._first is None:
+            self._first, self._began = done, now
+        if now - self._last < LINE_INTERVAL_S:
+            return
+        self._last = now
+        amount = f"{format_bytes(done)} of {format_bytes(total)}" if self.bytes else f"{done} of {total}"
+        left = ""
+        if self._first < done < total:
+            seconds = (now - self._began) / (done - self._first) * (total - done)
+            left = f", about {format_time(seconds)} left"
+        note(f"{self.label}: {amount}{left}{name and '; now ' + name}")
 
 
 def number(value: Any) -> str:

@@ -415,6 +415,7 @@ def test_demo_passes_arguments(monkeypatch, capsys):
 
 def test_doctor_prints_checks_and_sets_the_exit_code(monkeypatch, capsys):
     from octavo import doctor
+    from octavo.base import environment
     from octavo.doctor import ABSENT, FAIL, OK, WARN, Check, Report
 
     good = (
@@ -423,14 +424,15 @@ def test_doctor_prints_checks_and_sets_the_exit_code(monkeypatch, capsys):
     )
     bad = (Check("fp8", "reference rowwise", FAIL, "boom", "cannot be trusted", "use another"),)
     low = (Check("storage", "/dev/shm", WARN, "0.1 GiB free", "workers may die", "data.workers: 0"),)
-    monkeypatch.setattr(doctor, "examine", lambda log: Report(good + low, {}))
+    monkeypatch.setattr(environment, "find_drivers", lambda: ["nvidia"])  # without one: tests/doctor/test_doctor.py
+    monkeypatch.setattr(doctor, "examine", lambda log, every_package: Report(good + low, {}))
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "warn: /dev/shm: 0.1 GiB free\n  means: workers may die\n  fix:   data.workers: 0\n" in out
     assert "get it" not in out and out.endswith("All required checks passed.\n")
     assert main(["doctor", "--all"]) == 0
     assert "fix:   get it" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "examine", lambda log: Report(good + bad, {"python": "3"}))
+    monkeypatch.setattr(doctor, "examine", lambda log, every_package: Report(good + bad, {"python": "3"}))
     assert main(["doctor"]) == 1
     assert "1 required check failed: reference rowwise." in capsys.readouterr().out
     assert main(["doctor", "--json"]) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -143,3 +145,70 @@ def test_terminated_process_leaves_no_files(folder):
     )  # fmt: skip
     assert done.returncode == 143 and done.stderr == "octavo: ended by SIGTERM\n"
     assert not (folder / "out").exists() and not list(folder.glob(".*"))
+
+
+@pytest.fixture
+def trial(tmp_path) -> Path:
+    """Write a configuration whose runs take long enough to be interrupted: they would train 100,000 steps."""
+    tiny.write("qwen3", tmp_path / "model", size="mini")
+    rows = [
+        {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": str(n)}]} for n in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {path: model}\n"
+        "data: {train: [{path: rows.jsonl}], eval: [{path: rows.jsonl}]}\n"
+        "train: {steps: 100000, seq_length: 32, micro_batch: 1, global_batch: 1}\n"
+        "run: {dir: trial, tensorboard: false, save_every: 100000}\n"
+    )
+    return file
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """Start a command in a session of its own, as in a terminal."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "octavo", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=folder, start_new_session=True,
+    )  # fmt: skip
+
+
+def read_until(process: subprocess.Popen[str], mark: str) -> list[str]:
+    """Read lines up to the first with ``mark``; fails if the process ends before it."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if mark in line:
+            return lines
+    raise AssertionError(f"the command ended without {mark!r}:\n{''.join(lines)}")
+
+
+def find_processes(text: str) -> list[str]:
+    """Return the command lines of processes that contain ``text``."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            lines.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in lines if text in line]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_interrupted_trial_exits_with_the_signal_and_continues(trial, jobs):
+    words, saved = ("compare", str(trial), "--jobs", str(jobs)), 0
+    for attempt, number in enumerate((signal.SIGINT, signal.SIGTERM)):
+        process = start(trial.parent, *words)
+        # In parallel, lines are printed every ten seconds, of the runs that have trained a step.
+        lines = read_until(process, "/100000")
+        process.send_signal(number)
+        rest = process.communicate(timeout=600)[0]
+        output = "".join(lines) + rest
+        assert process.returncode == CODES[number], output
+        assert "Traceback" not in output and len(rest.splitlines()) < 12
+        assert not find_processes(str(trial.parent))
+        steps = sorted(int(path.name.removeprefix("step_")) for path in trial.parent.rglob("checkpoints/step_*"))
+        assert steps, "a run that is interrupted saves"
+        # In parallel, the first line may be printed before a run has trained further.
+        assert steps[-1] >= saved + (attempt and jobs == 1), "the same command continues the run"
+        saved = steps[-1]

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -10,9 +11,12 @@ import torch
 
 from octavo import doctor, fp8
 from octavo.base import environment
-from octavo.doctor import fp8_backends, machine, packages
+from octavo.base.recipe_specs import fastest_on
+from octavo.cli import doctor as doctor_command
+from octavo.cli.main import main
+from octavo.doctor import fp8_backends, machine, other_gpus, packages
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check, Report
-from octavo.fp8 import metrics
+from octavo.fp8 import kernels, metrics
 from octavo.fp8.kernels import registry
 from octavo.fp8.measuring import bench
 
@@ -311,7 +315,9 @@ def test_examination_continues_if_torch_is_broken(monkeypatch):
 def test_full_examination(monkeypatch):
     """All checks except the imports, which take long and have a separate test."""
     monkeypatch.setattr(packages, "SharedImports", FakeImports)
-    report = doctor.examine()
+    stages = []
+    report = doctor.examine(stages.append)
+    assert len(stages) == doctor.STAGES
     assert report.healthy, report.of(FAIL)
     areas = list(dict.fromkeys(check.area for check in report.checks))
     assert areas == ["versions", "imports", "devices", "fp8", "distributed", "storage", "optional"]
@@ -333,3 +339,67 @@ def test_report_filters_by_status():
     report = Report((Check("a", "b", OK, "c"), Check("a", "d", WARN, "e")), {})
     assert report.healthy and [c.name for c in report.of(WARN)] == ["d"]
     assert isinstance(SimpleNamespace(**report.to_json()).checks, list)
+
+
+def test_recipes_of_gpus_that_this_machine_does_not_have():
+    """Every GPU with FP8 tensor cores runs every recipe, by torch where cuBLAS multiplies by its scales."""
+    for gpu in other_gpus.GPUS:
+        backends = {
+            name: kernels.backends_on(gpu.capability, fp8.recipe(name), other_gpus.CUDA) for name in fp8.RECIPES
+        }
+        assert all(backends.values()) and backends["tensorwise"] == ("torch",)
+        assert (backends["blockwise"] == ("torch",)) == (gpu.name == "Hopper")
+        assert (backends["mxfp8"] == ("torch",)) == gpu.name.startswith("Blackwell")
+        line = other_gpus.describe_gpu(gpu)
+        assert ("mxfp8*" in line) == (gpu.capability < (10, 0)) and all(name in line for name in fp8.RECIPES)
+        assert f"auto takes {fastest_on(gpu.capability[0])};" in line
+    assert kernels.backends_on((8, 0), fp8.recipe("rowwise"), other_gpus.CUDA) == ()
+    assert kernels.backends_on((9, 0), fp8.recipe("blockwise"), (12, 8)) == ("triton",)
+
+
+def test_quick_examination_imports_only_torch(monkeypatch):
+    requested = []
+    monkeypatch.setattr(packages, "SharedImports", lambda which: requested.extend(which) or FakeImports(which))
+    report = doctor.examine(every_package=False)
+    assert [package.distribution for package in requested] == ["torch"]
+    assert report.healthy and not [check for check in report.checks if check.area == "optional"]
+    lines = doctor_command.describe_cpu_machine(report)
+    assert len(lines) <= 12 and lines[-1] == "All required checks passed."
+    assert all(name in lines[1] for name in fp8.RECIPES)
+    broken = Report(
+        (*report.checks, Check("storage", "/dev/shm", WARN, "64 MiB free", "workers crash", "--shm-size")), {}
+    )
+    assert "  fix:   --shm-size" in doctor_command.describe_cpu_machine(broken)
+
+
+def test_command_is_short_without_an_accelerator_and_thorough_with_one(monkeypatch, capsys):
+    requests = []
+    report = Report((Check("fp8", "reference blockwise on cpu", OK, "x"),), {})
+    monkeypatch.setattr(doctor, "examine", lambda log, every_package=True: requests.append(every_package) or report)
+    for drivers, words in (([], []), ([], ["--all"]), ([], ["--json"]), (["nvidia"], [])):
+        monkeypatch.setattr(environment, "find_drivers", lambda drivers=drivers: drivers)
+        assert main(["doctor", *words]) == 0
+    assert requests == [False, True, True, True]
+    out = capsys.readouterr().out
+    assert out.startswith("here: a CPU; no GPU") and out.count("Hopper") == 1
+
+
+def test_failing_nvidia_smi_counts_as_a_driver(monkeypatch):
+    def fail():
+        raise OSError("nvidia-smi ended with 9")
+
+    monkeypatch.setattr(environment, "_driver", fail)
+    assert environment.find_drivers()[0] == "nvidia"
+
+
+@pytest.mark.long
+def test_quick_examination_imports_no_heavy_modules():
+    script = (
+        "import sys; from octavo.cli.main import main; from octavo.base import environment; "
+        "environment.find_drivers = lambda: []; code = main(['doctor']); heavy = {'transformers', 'matplotlib', "
+        "'triton.compiler', 'scipy', 'datasets', 'peft'} & set(sys.modules); print(heavy, file=sys.stderr); "
+        "sys.exit(code or bool(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 0 < len(done.stdout.splitlines()) <= 12

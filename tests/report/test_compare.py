@@ -168,10 +168,11 @@ def test_tracking_settings_do_not_change_the_trial(cfg, tmp_path: Path, trained,
 def test_stopped_run_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None:
     import octavo.train
 
-    stopped = SimpleNamespace(status="stopped", steps=7)
+    stopped = SimpleNamespace(status="stopped", steps=7, exit_code=130)
     monkeypatch.setattr(octavo.train, "run", lambda cfg, **_: stopped)
-    with pytest.raises(ReportError, match="1/8 high precision was stopped after step 7; the same command continues"):
+    with pytest.raises(ReportError, match="1/8 high precision was stopped after step 7; the same command") as error:
         compare(cfg, None, tmp_path)
+    assert error.value.exit_code == 130
     assert not (tmp_path / "report").exists()
 
 

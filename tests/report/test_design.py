@@ -143,7 +143,7 @@ def test_expectation_is_kept_and_shown_with_the_result(cfg, tmp_path: Path, monk
     import octavo.train
 
     monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))
-    monkeypatch.setattr(octavo.train, "run", lambda cfg, **_: SimpleNamespace(status="stopped", steps=7))
+    monkeypatch.setattr(octavo.train, "run", lambda cfg, **_: SimpleNamespace(status="stopped", steps=7, exit_code=130))
     played(cfg, tmp_path, seeds=2, forks=0)
     with pytest.raises(ReportError, match="was stopped"):
         compare(cfg, None, tmp_path, forks=0, seeds=3)

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import octavo
+from octavo.base.wording import format_time
 from octavo.report import ReportError, compare
 from octavo.report.trial import parallel_runs
 from octavo.report.trial.runs import make_runs
@@ -87,7 +88,7 @@ def test_time_left_is_of_all_runs_each_at_its_own_speed() -> None:
     assert left.update([100, 100, 26], 125.0) == pytest.approx(24)
     assert left.update([100, 50, 26], 125.0, ended={1}) == pytest.approx(24), "a run that failed trains no more"
     assert parallel_runs._TimeLeft([10], 1).update([10], 5.0) is None, "read, not trained"
-    assert [parallel_runs.format_time(t) for t in (0.2, 44, 58, 131, 600)] == [
+    assert [format_time(t) for t in (0.2, 44, 58, 131, 600)] == [
         "10 s", "40 s", "1 min", "2 min 10 s", "10 min",
     ]  # fmt: skip
 

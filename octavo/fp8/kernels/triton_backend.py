@@ -52,13 +52,7 @@ class TritonBackend(Backend):
             return why_not
         if isinstance(what, CastSpec):
             return _why_not_cast(what)
-        dims = CONTRACTED.get(op.removeprefix("grouped_"))
-        if dims is None:
-            return None
-        casts = what.gemm(op.removeprefix("grouped_"))
-        if casts is None:
-            return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
-        return _why_not_operand(casts.a, dims[0]) or _why_not_operand(casts.b, dims[1])
+        return None if op.removeprefix("grouped_") not in CONTRACTED else why_not_gemm(op, what)
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
         return kernels.cast.quantize(x, spec, contract)
@@ -200,6 +194,16 @@ def why_not_rows(device: torch.device) -> str | None:
     """Return why there are no batch-invariant kernels for this device, or None. A CPU needs no such kernels, because
     its products are batch-invariant."""
     return None if device.type == "cpu" else _why_not(device.type, device.index)
+
+
+def why_not_gemm(op: str, recipe: Recipe) -> str | None:
+    """Return why no GPU has a Triton kernel for this GEMM of a recipe, or None if all since :data:`MIN_CAPABILITY`
+    have one."""
+    gemm = op.removeprefix("grouped_")
+    dims, casts = CONTRACTED[gemm], recipe.gemm(gemm)
+    if casts is None:
+        return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
+    return _why_not_operand(casts.a, dims[0]) or _why_not_operand(casts.b, dims[1])
 
 
 @lru_cache(maxsize=64)

@@ -63,6 +63,14 @@ class ReportError(ValueError):
     """A report cannot be made from the input; the message names the file and the fix."""
 
 
+class TrialStopped(ReportError):
+    """A signal stopped a run of a trial. ``exit_code``: of the command, 128 + the number of the signal."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 @dataclass(frozen=True)
 class LayerHealth:
     """One FP8 layer, averaged over the measured steps that were applied.

@@ -31,7 +31,7 @@ from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.evidence.claims import HeldOut
 from octavo.report.evidence.power import Estimate
-from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed_run
+from octavo.report.evidence.run_reader import ReportError, RunRecord, TrialStopped, read, read_failed_run
 from octavo.report.evidence.trial_claims import CLAIMS, FORKS, WEIGHTS
 from octavo.report.evidence.trial_spec import Run, Trial
 from octavo.report.trial.design import Design, design
@@ -273,7 +273,8 @@ def _train_or_read(run: Run, label: str, console: Any) -> RunRecord:
     if failure:
         return read_failed_run(run.cfg.run.dir, failure)
     if result.status != "finished":
-        raise ReportError(f"{label} was stopped after step {result.steps}; the same command continues the trial")
+        message = f"{label} was stopped after step {result.steps}; the same command continues the trial"
+        raise TrialStopped(message, result.exit_code)
     return read(run.cfg.run.dir)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from octavo.base.wording import format_time
 from octavo.config import to_yaml
 from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trial_spec import Run
@@ -231,12 +232,6 @@ class _TimeLeft:
         mean = sum(self._paces.values()) / len(self._paces)
         seconds = [steps * self._paces.get(number, mean) for number, steps in left]
         return max(*seconds, sum(seconds) / self.jobs) if len(seconds) > 1 else seconds[0]
-
-
-def format_time(seconds: float) -> str:
-    """Return a time as "40 s" or "3 min 10 s", rounded to ten seconds."""
-    tens = max(10, round(seconds / 10) * 10)
-    return f"{tens} s" if tens < 60 else f"{tens // 60} min {tens % 60} s".removesuffix(" 0 s")
 
 
 def _count_steps(run: Run) -> int:

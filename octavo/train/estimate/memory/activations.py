@@ -99,7 +99,8 @@ def count_forward(
     head_only: bool = False,
     adapted_model: nn.Module | None = None,
 ) -> ForwardBytes:
-    """Return the bytes that a forward of these tokens keeps.
+    """Return the bytes that a forward of these tokens keeps, without the load-balancing loss of its routers
+    (:func:`count_balance_loss`).
 
     Args:
         model: stock, on the meta device, frozen as in the run; it is not changed.
@@ -113,20 +114,44 @@ def count_forward(
 
     Raises TrainError if the images' tokens do not fit into the rows or if the forward fails.
     """
+    with _failures_as_train_errors(model, tokens):
+        return _count_forward(model, adapted_model or model, family, plan, tokens, cfg, autocast, head_only)
+
+
+def count_balance_loss(
+    model: PreTrainedModel,
+    family: models.Family,
+    plan: fp8.Plan,
+    tokens: Tokens,
+    cfg: Config,
+    autocast: torch.dtype | None,
+    saved: ForwardBytes,
+    adapted_model: nn.Module | None = None,
+) -> int:
+    """Return the bytes that the load-balancing loss of all routers keeps in addition to ``saved``, which
+    :func:`count_forward` returned for the same arguments; 0 without that loss. Raises TrainError as that does.
+
+    The loss keeps only what it computes from the outputs of the routers, so neither recomputation nor
+    `fp8.activations` changes this.
+    """
+    adapted_model = adapted_model or model
+    routers = [row.name for row in plan.rows if row.kind == "router"] if routing.aux_loss_coef(cfg, model) else []
+    if not routers:
+        return 0
+    with _failures_as_train_errors(model, tokens):
+        balanced = _count_forward(model, adapted_model, family, plan, tokens, cfg, autocast, with_balance_loss=True)
+    _, represented = _keep_representatives(model, family, _block_kinds(adapted_model, family, plan))
+    routers_run = sum(any(name.startswith(f"{block}.") for block in represented) for name in routers)
+    return (balanced.logits - saved.logits) * len(routers) // max(1, routers_run)
+
+
+@contextmanager
+def _failures_as_train_errors(model: nn.Module, tokens: Tokens) -> Iterator[None]:
+    """Turn what a forward on fake tensors raises into a TrainError."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.disabled = True  # it would print a traceback of an error that is reported below
     try:
-        adapted_model = model if adapted_model is None else adapted_model
-        saved = _count_forward(model, adapted_model, family, plan, tokens, cfg, autocast, head_only)
-        routers = [row.name for row in plan.rows if row.kind == "router"] if routing.aux_loss_coef(cfg, model) else []
-        if not routers or head_only:
-            return saved
-        balanced = _count_forward(model, adapted_model, family, plan, tokens, cfg, autocast, with_balance_loss=True)
-        _, represented = _keep_representatives(model, family, _block_kinds(adapted_model, family, plan))
-        routers_run = sum(any(name.startswith(f"{block}.") for block in represented) for name in routers)
-        return replace(
-            saved, logits=saved.logits + (balanced.logits - saved.logits) * len(routers) // max(1, routers_run)
-        )
+        yield
     except (RuntimeError, ValueError, AttributeError, LookupError, TypeError, ArithmeticError) as error:
         if isinstance(error, TrainError):
             raise

@@ -38,7 +38,7 @@ from octavo.train.estimate.memory.footprint import (
     with_settings,
 )
 from octavo.train.estimate.memory.mesh import make_layout
-from octavo.train.estimate.memory.switches import SWITCHES
+from octavo.train.estimate.memory.switches import SWITCHES, Progress, ignore_progress
 from octavo.train.setup.planning import count_micro_steps, data_ranks, samples_per_step
 
 FLOPS, HBM, LINK = 400e12, 2.5e12, 25e9  # assumed FLOP/s of GEMMs, bytes/s of the card's memory, bytes/s to the host
@@ -126,10 +126,13 @@ class Fit:
     tried: int
 
 
-def propose(sizes: MemoryEstimator, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
-    """Search all combinations; ``held`` are dotted keys that keep their configured value."""
+def propose(
+    sizes: MemoryEstimator, card: Card, ranks: int = 1, held: Iterable[str] = (), progress: Progress = ignore_progress
+) -> Fit:
+    """Search all combinations; ``held`` are dotted keys that keep their configured value. ``progress`` is called with
+    the number of combinations done and of all, without their micro-batches and recomputation."""
     fixed = frozenset(held)
-    candidates = list(_combinations(sizes, card, ranks, fixed))
+    candidates = list(_combinations(sizes, card, ranks, fixed, progress=progress))
     best_time = min(s.seconds for s in candidates)
     candidates = [replace(s, relative=s.seconds / best_time) for s in candidates]
     fitting = [s for s in candidates if s.excess(card) <= 0]
@@ -139,7 +142,8 @@ def propose(sizes: MemoryEstimator, card: Card, ranks: int = 1, held: Iterable[s
         possible = (n for n in RANKS if n > ranks and _is_possible(sizes.cfg, n))
         divisible = (n for n in possible if samples_per_step(sizes.cfg) % data_ranks(sizes.cfg, n) == 0)
         fitting_ranks = next(
-            (n for n in divisible if any(s.excess(card) <= 0 for s in _combinations(sizes, card, n, fixed))), None
+            (n for n in divisible if any(s.excess(card) <= 0 for s in _combinations(sizes, card, n, fixed, False))),
+            None,
         )
         return Fit(card, None, (), (), (), smallest, fitting_ranks, len(candidates))
     faster = sorted((s for s in candidates if s.excess(card) > 0 and s.seconds < best.seconds), key=lambda s: s.seconds)
@@ -147,8 +151,16 @@ def propose(sizes: MemoryEstimator, card: Card, ranks: int = 1, held: Iterable[s
     return Fit(card, best, reasons, more_exact, _take(_spread_by_memory(faster)), smallest, None, len(candidates))
 
 
-def _combinations(sizes: MemoryEstimator, card: Card, ranks: int, held: frozenset[str]) -> Iterator[Setting]:
-    """Yield all combinations except those whose weights and states alone do not fit; all, if none of them fit."""
+def _combinations(
+    sizes: MemoryEstimator,
+    card: Card,
+    ranks: int,
+    held: frozenset[str],
+    all_if_none_fits: bool = True,
+    progress: Progress = ignore_progress,
+) -> Iterator[Setting]:
+    """Yield all combinations except those whose weights and states alone do not fit; if none of them fit, all of them,
+    or none without ``all_if_none_fits``."""
     cfg = sizes.cfg
     choices = dict(_CHOICES)
     # A plan file decides about FP8; without FP8 there is no choice.
@@ -167,7 +179,9 @@ def _combinations(sizes: MemoryEstimator, card: Card, ranks: int, held: frozense
     bases = [(values, with_settings(cfg, values)) for values in combinations]
     bases = [(values, base) for values, base in bases if not breaks_rule(base)]
     persistent = [sizes.persistent_bytes(base, ranks) for _, base in bases]
-    limit = card.usable if min(persistent, default=0) <= card.usable else max(persistent, default=0)
+    limit = card.usable
+    if all_if_none_fits and min(persistent, default=0) > limit:
+        limit = max(persistent)
     rows_by_micro = {micro: micro * max(1, sizes.tokens.rows // cfg.train.micro_batch) for micro in micro_batches}
     forwards: dict[Any, ForwardBytes | None] = {}  # bytes of a forward, cached by everything that they depend on
 
@@ -182,7 +196,8 @@ def _combinations(sizes: MemoryEstimator, card: Card, ranks: int, held: frozense
             forwards[*key, rows] = forward.scale(rows)
         return forward and forwards[*key, rows]
 
-    for (values, base), persistent_size in zip(bases, persistent, strict=True):
+    for number, ((values, base), persistent_size) in enumerate(zip(bases, persistent, strict=True)):
+        progress(number, len(bases))
         if persistent_size > limit:
             continue
         for micro in micro_batches:

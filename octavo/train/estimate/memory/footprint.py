@@ -35,7 +35,7 @@ from octavo.config.sections.train import RecomputeSection
 from octavo.fp8.planning import components_saving_fp8, plan_blocks
 from octavo.parallel import Layout
 from octavo.train.estimate.memory import states
-from octavo.train.estimate.memory.activations import ForwardBytes, count_forward
+from octavo.train.estimate.memory.activations import ForwardBytes, count_balance_loss, count_forward
 from octavo.train.estimate.memory.mesh import key_value_bytes, make_layout, shard_forward
 from octavo.train.estimate.memory.rollout import Rollout, Rollouts, make_copy_counter
 from octavo.train.forward.forward import autocast_dtype, gathers_bf16, model_dtype, why_not_chunked
@@ -135,6 +135,7 @@ class MemoryEstimator:
         self.reached = states.reached_by_backward(self.adapted_model)
         self.frozen = states.frozen_names(self.parameters)
         self._forward_cache: dict[Any, ForwardBytes] = {}
+        self._balance_cache: dict[object, int] = {}
         self._persistent_cache: dict[Any, int] = {}
         self._gather_cache: dict[Any, tuple[int, ...]] = {}
         self._plan_cache: dict[Any, fp8.Plan] = {_plan_key(cfg): plan}
@@ -172,18 +173,26 @@ class MemoryEstimator:
 
     def uses_chunked_head(self, cfg: Config) -> bool:
         """Return True if losses are computed without full logits: configured, and possible with this model."""
-        return cfg.train.logits == "chunked" and why_not_chunked(self.model) is None
+        return cfg.train.logits == "chunked" and self._can_chunk_head
+
+    @cached_property
+    def _can_chunk_head(self) -> bool:
+        return why_not_chunked(self.model) is None
 
     def forward_dtypes(self, cfg: Config) -> tuple[torch.dtype, torch.dtype | None]:
         """Return (dtype of the parameters, dtype of autocast or None if autocast is off)."""
         return model_dtype(cfg), autocast_dtype(cfg, torch.device(self.device))
 
     def _fake_forward(self, cfg: Config, head_only: bool = False) -> ForwardBytes:
-        _, autocast = self.forward_dtypes(cfg)
-        tokens = _tokens_per_row(self.tokens)
-        return count_forward(
-            self.model, self.family, self.get_plan(cfg), tokens, cfg, autocast, head_only, self.adapted_model
-        )
+        dtypes, tokens = self.forward_dtypes(cfg), _tokens_per_row(self.tokens)
+        inputs = self.model, self.family, self.get_plan(cfg), tokens, cfg, dtypes[1]
+        saved = count_forward(*inputs, head_only, self.adapted_model)
+        if head_only:
+            return saved
+        key = dtypes, cfg.train.logits
+        if key not in self._balance_cache:
+            self._balance_cache[key] = count_balance_loss(*inputs, saved, self.adapted_model)
+        return replace(saved, logits=saved.logits + self._balance_cache[key])
 
     def _recomputed_bytes(self, cfg: Config, saved: ForwardBytes) -> dict[str, int]:
         """Return the bytes that a recomputed block of each component keeps in addition during its backward."""
@@ -324,7 +333,7 @@ class MemoryEstimator:
             parts["gathered"] = sum(self._gather_bytes(cfg, plan, layout.expert))
         if layout.context > 1:
             parts["keys"] = key_value_bytes(cfg, self.config, layout, tokens, width)
-        if tokens.image and models.vision_of(self.config).kind == "whole":
+        if tokens.image and self._has_image_mask:
             parts["mask"] = width * tokens.counts.get("image_encoder", 0) ** 2
         if cfg.optimizer.offload:
             parts["stream"] = STREAM
@@ -360,6 +369,10 @@ class MemoryEstimator:
                 for sizes in by_block
             )
         return self._gather_cache[key]
+
+    @cached_property
+    def _has_image_mask(self) -> bool:
+        return models.vision_of(self.config).kind == "whole"
 
     @cached_property
     def elements(self) -> int:

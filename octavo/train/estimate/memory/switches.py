@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory.footprint import MemoryEstimator, breaks_rule, value_of, with_settings
+
+Progress = Callable[[int, int], None]
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """Report nothing."""
+
 
 # switch -> (values from the most memory to the least, cost in words)
 SWITCHES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -44,11 +51,13 @@ class Switch:
         return {"key": self.key, "value": self.value, "on": self.on, "bytes": self.bytes, "cost": self.cost}
 
 
-def savings(sizes: MemoryEstimator, ranks: int = 1) -> Iterator[Switch]:
-    """Yield what each switch saves: a switch that is on saves it now, every other value would save it."""
+def savings(sizes: MemoryEstimator, ranks: int = 1, progress: Progress = ignore_progress) -> Iterator[Switch]:
+    """Yield what each switch saves: a switch that is on saves it now, every other value would save it. ``progress`` is
+    called with the number of switches done and of all."""
     cfg = sizes.cfg
     total = sizes.estimate(cfg, ranks).total
-    for key, (values, cost) in SWITCHES.items():
+    for number, (key, (values, cost)) in enumerate(SWITCHES.items()):
+        progress(number, len(SWITCHES))
         if key in ("fp8.activations", "fp8.weight_codes") and (cfg.fp8.plan is not None or not sizes.plan.share):
             continue
         if key == "train.logits" and not sizes.uses_chunked_head(with_settings(cfg, {key: "chunked"})):
