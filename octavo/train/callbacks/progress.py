@@ -71,7 +71,7 @@ def _figures(row: Mapping[str, Any]) -> str:
         rates = f"{row['rollout_tokens_per_s']:.0f} rollout, {row['training_tokens_per_s']:.0f} training"
         parts = [f"reward {_format(row['reward'])}", f"length {_format(row['length'], '.1f')}", f"tokens/s {rates}"]
     else:
-        parts = [f"loss {row['loss']:.4f}"]
+        parts = ["no loss tokens" if row.get("empty") else f"loss {row['loss']:.4f}"]
         if "rewards/accuracies" in row:
             parts.append(f"accuracy {_format(row['rewards/accuracies'], '.1%')}")
         if "rewards/margins" in row:
