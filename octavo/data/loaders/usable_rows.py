@@ -41,13 +41,13 @@ def check_training_rows(loader: Loader | PackLoader) -> None:
 
 
 def check_held_out_rows(held_out: EvalSet) -> None:
-    """Check that held-out data have a row of each data set. Raises as `check_training_rows` does, but reads all rows of
-    a data set, as each evaluation will."""
+    """Check that held-out data have a row of each data set that is evaluated. Raises as `check_training_rows` does, but
+    reads all rows of a data set if necessary, as each evaluation will."""
     remaining = held_out.rows
     for number, source in enumerate(held_out.sources):
-        size = min(len(source), remaining)  # `EvalSet.max_rows` may leave out later data sets
-        remaining -= size
-        check_rows(held_out.encoded, held_out.policy, ((number, row) for row in range(size)), size)
+        if remaining > 0:  # `EvalSet.max_rows` may leave out later data sets
+            check_rows(held_out.encoded, held_out.policy, ((number, row) for row in range(len(source))), len(source))
+        remaining -= len(source)
 
 
 def check_rows(encoded: EncodedRows, policy: BadRowPolicy, places: Iterable[Place], size: int) -> None:

@@ -208,6 +208,8 @@ def _key_figures(run: History, proof: Mapping[str, Any]) -> list[tuple[str, str]
     return [
         (first[1], of(first[0], format_number)),
         ("held-out loss", of("eval/loss", format_number, "last")),
+        ("held-out preference loss", of("eval/preference_loss", format_number, "last")),
+        ("held-out loss of answers", of("eval/answer_loss", format_number, "last")),
         (EXACT, of("eval/exact_match", share, "last") if run_plots.shows_exact_match(run) else ""),
         ("held-out reward", of("eval/reward", format_number, "last")),
         ("held-out pairs in order", of("eval/rewards/accuracies", share, "last")),
@@ -300,6 +302,8 @@ def _seed_tables(runs: Sequence[History], labels: Sequence[str]) -> list[dict[st
         for word, key, statistic in (
             ("loss, last twentieth", "loss", "newest"), ("reward, last twentieth", "reward", "newest"),
             ("held-out loss", "eval/loss", "last"), (EXACT, "eval/exact_match", "last"),
+            ("held-out preference loss", "eval/preference_loss", "last"),
+            ("held-out loss of answers", "eval/answer_loss", "last"),
             ("held-out reward", "eval/reward", "last"),
         ):  # fmt: skip
             if word == EXACT and not all(run_plots.shows_exact_match(runs[place]) for place in group):
