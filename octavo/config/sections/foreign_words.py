@@ -147,7 +147,7 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, Word]] = {
         ),
         **dict.fromkeys(
             ("soft_overlong", "soft_overlong_punishment", "get_soft_overlong_punishment"),
-            ("rl.overlong", "a key of its own, in tokens"),
+            ("rl.overlong", "a key of rl, in tokens"),
         ),
     },
     ("data", "on_long"): {

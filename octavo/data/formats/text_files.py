@@ -101,7 +101,7 @@ def refuse_mixed_texts(folder: Path, rows: Iterable[str]) -> None:
     if left_out := [name for name in texts if not is_about_data(name)]:
         raise DataError(
             f"{folder} has files of rows ({next(iter(rows))}) and text files ({left_out[0]}), which would be left out; "
-            "move them to a folder of their own, and name it as a data set"
+            "move them to another folder, and name it as a data set"
         )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from octavo.base import suffixes
 from octavo.base.byte_size import format_bytes
 from octavo.base.encryption import is_encrypted
 from octavo.base.safe_read import open_file, size_of
@@ -99,9 +100,9 @@ def _open_texts(path: Path, files: Sequence[Path], stream: bool, log: cache.Log)
     if stream:
         raise DataError(f"{path}: text files are never copied; remove `stream`")
     if path.is_dir() and (others := find_text_files(path, registry.row_suffixes())[1]):
-        listed = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(MAX_KINDS))
-        more = ", ..." if len(others) > MAX_KINDS else ""
-        log(f"{path}: {count_noun(len(files), 'document')}; other files are not read ({listed}{more})")
+        listed = [f"{number} {suffix}" for suffix, number in others.most_common(MAX_KINDS)]
+        listed += ["..."] if len(others) > MAX_KINDS else []
+        log(f"{path}: {count_noun(len(files), 'document')}; other files are not read ({', '.join(listed)})")
     return TextFiles(path, files)
 
 
@@ -131,7 +132,7 @@ def _open_file(path: Path, folder: Path | None, log: cache.Log, stream: bool, sm
             size = size_of(file)
     except DataError as cause:
         raise DataError(f"{cause} Check data.path in the configuration: it must name {EXPECTED}") from cause
-    if is_text_file(path.name):
+    if path.suffix.lower() in suffixes.TEXT:
         return _open_texts(path, [path], stream, log)
     if size == 0:
         raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object per line")

@@ -55,8 +55,8 @@ def judged_by_exact_match(figures: Iterable[str]) -> bool:
     return "rewards/exact_match/mean" in names or not names & {"reward", "rewards/accuracies", "rewards/margins"}
 
 
-def name_loss(figures: Mapping[str, Any], phase: str) -> dict[str, Any]:
-    """Return held-out figures with the loss under a name of its own: `loss` where the phase trains on this loss, the
+def name_loss(figures: Mapping[str, float | None], phase: str) -> dict[str, float | None]:
+    """Return held-out figures with a name for the loss that no other loss has: `loss` where the phase trains on this loss, the
     mean cross-entropy of tokens, else `answer_loss`, of the reference, chosen or good answers. Older runs named both
     `loss`."""
     if phase not in BEYOND_SFT:
