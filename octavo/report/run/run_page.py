@@ -205,6 +205,7 @@ def _key_figures(run: History, proof: Mapping[str, Any]) -> list[tuple[str, str]
     by_phase = {"rl": ("reward", "reward, last twentieth"), "preference": ("rewards/margins", "margin, last twentieth")}
     first = by_phase.get(run.cfg.train.phase, ("loss", "loss, last twentieth"))
     memory = sum(run.memory.get(kind, 0) for kind in memory_kinds([("", run.memory)]))
+    # A run has at most one of the held-out losses of answers and of text, and its preference loss in addition.
     return [
         (first[1], of(first[0], format_number)),
         ("held-out loss", of("eval/loss", format_number, "last")),

@@ -56,8 +56,8 @@ def judged_by_exact_match(figures: Iterable[str]) -> bool:
 
 
 def name_loss(figures: Mapping[str, float | None], phase: str) -> dict[str, float | None]:
-    """Return held-out figures with a name for the loss that no other loss has: `loss` where the phase trains on this loss, the
-    mean cross-entropy of tokens, else `answer_loss`, of the reference, chosen or good answers. Older runs named both
+    """Return held-out figures in which no other loss has the name of the loss: `loss` where the phase trains on it, the
+    mean cross-entropy of tokens; else `answer_loss`, of the reference, chosen or good answers. Older runs named both
     `loss`."""
     if phase not in BEYOND_SFT:
         return dict(figures)
