@@ -9,6 +9,7 @@ JSON = (".json",)
 CSV = (".csv", ".tsv")
 TAR = (".tar",)
 ARROW = (".arrow",)  # in a folder that `datasets` saved
+TEXT = (".txt", ".md")  # a file is a document of phase pretrain
 ROWS = (*PARQUET, *JSON_LINES, *JSON, *CSV, *TAR)
 #: of all files that a configuration may name: a path with such a suffix is not a repository's name
-ALL_FILES = (*ROWS, *ARROW, ".safetensors", ".yaml", ".yml")
+ALL_FILES = (*ROWS, *TEXT, *ARROW, ".safetensors", ".yaml", ".yml")

@@ -97,7 +97,8 @@ def show_bases(result: dict[str, Any]) -> None:
     gap, weights = result["gap"], result["weights"]
     sqnr = "" if weights["sqnr_db"] is None else f", {weights['sqnr_db']:.1f} dB geometric mean"
     exact = f" and exact match {100 * gap['exact_match']:+.2f} points" if "exact_match" in gap else ""
-    print(f"\nOn the FP8 base the loss is {gap['loss']:+.4g} nats{exact} compared with its high-precision weights.")
+    loss = gap["loss"] if "loss" in gap else gap["answer_loss"]
+    print(f"\nOn the FP8 base the loss is {loss:+.4g} nats{exact} compared with its high-precision weights.")
     print(
         f"{weights['count']} FP8 weights differ from them by {weights['relative']:.2%} on average{sqnr}, at most by "
         f"{weights['worst']['relative']:.2%} ({weights['worst']['name']})."

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from types import ModuleType
+from typing import NoReturn
 
 import octavo
 from octavo.base.encryption.reader import pop_version_1_files
@@ -179,8 +180,29 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
             words = [str(word) for word in action.choices]
-            text = f"{value!r} is none of {', '.join(words)}.{did_you_mean(value, words)}"
-            raise argparse.ArgumentError(action, text)
+            hint = _translate(value, words) or did_you_mean(value, words)
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(words)}.{hint}")
+
+    def error(self, message: str) -> NoReturn:
+        """End with a message; for an option that does not exist with the nearest one."""
+        if message.startswith("unrecognized arguments: "):
+            options = (word.partition("=")[0] for word in message.split()[2:] if word.startswith("--"))
+            if hint := did_you_mean(next(options, None), self._option_string_actions):
+                message = f"{message}.{hint}"
+        super().error(message)
+
+
+def _translate(value: object, words: Sequence[str]) -> str:
+    """Return the question for a word of another trainer: a component's name, or a recipe's."""
+    from octavo.config.sections import foreign_words
+
+    component = foreign_words.component_of(str(value))
+    recipe = foreign_words.value_of(("fp8", "recipe"), value)
+    if component in words:
+        return f" Did you mean {component!r}?"
+    if recipe is not None and recipe[0] in words:
+        return f" Did you mean {recipe[0]!r} ({recipe[1]})?"
+    return ""
 
 
 def _report_unknown_command(name: str) -> int:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             terminal.show_json(dataclasses.asdict(result))
         else:
-            print_result(result)
+            print_result(result, cfg.train.phase)
             print_next_steps(result, cfg, args)
     return int(result.exit_code)
 
@@ -85,16 +85,22 @@ def plan_printer(
     return describe_plan
 
 
-def print_result(result: Any) -> None:
-    """Print the status and the final metrics of a run."""
+def print_result(result: Any, phase: str) -> None:
+    """Print the status and the final metrics of a run in this phase."""
     # In reinforcement learning the loss does not measure progress; the reward does.
     first = ("reward",) if "reward" in result.final else ("loss", "rewards/accuracies", "rewards/margins")
     shown = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
     pairs = {name: terminal.number(result.final[name]) for name in shown if name in result.final}
+    if "loss" in pairs and "rewards/margins" in result.final:
+        pairs = {"preference loss" if name == "loss" else name: value for name, value in pairs.items()}
     if result.eval:
-        from octavo.train.forward.evaluation import judged_by_exact_match  # imports torch
+        from octavo.train.forward.evaluation import judged_by_exact_match, name_loss  # imports torch
 
-        pairs["held-out loss"] = terminal.number(result.eval["loss"])
+        # A run of an earlier version that has finished already has the older names.
+        held_out = name_loss(result.eval, phase)
+        for name in ("preference_loss", "loss", "answer_loss"):
+            if held_out.get(name) is not None:
+                pairs[f"held-out {name.replace('_', ' ')}"] = terminal.number(held_out[name])
         if "exact_match" in result.eval and judged_by_exact_match((*result.final, *result.eval)):
             pairs["exact match"] = f"{100 * result.eval['exact_match']:.1f} % of {result.eval['questions']} questions"
         if "reward" in result.eval:
@@ -125,13 +131,18 @@ def print_next_steps(result: Any, cfg: Config, args: argparse.Namespace) -> None
     names = "hf", "adapter", "page.html", "metrics.jsonl", "proof.json"
     written = [name for name in names if (result.dir / name).exists()]
     print(f"wrote {', '.join(str(result.dir / name) for name in written)}")
+    others: list[str] = []
     if result.status == "stopped":
         command = _resume_command(result.dir, cfg, args)
     elif cfg.data.eval and not result.eval:
         command = f"octavo eval {shlex.quote(str(result.dir))}"
     else:
-        command = _export_command(result.dir, cfg) or f'octavo generate {shlex.quote(str(result.dir))} --prompt "..."'
+        command, *others = _export_commands(result.dir, cfg) or [
+            f'octavo generate {shlex.quote(str(result.dir))} --prompt "..."'
+        ]
     print(f"next: {command}{arguments.key_option(args)}")
+    for other in others:
+        print(f"or in FP8: {other}{arguments.key_option(args)}")
 
 
 def _resume_command(run: Path, cfg: Config, args: argparse.Namespace) -> str:
@@ -146,20 +157,20 @@ def _resume_command(run: Path, cfg: Config, args: argparse.Namespace) -> str:
     return shlex.join(["octavo", "train", args.file, *words, *resume, *nproc])
 
 
-def _export_command(run: Path, cfg: Config) -> str | None:
+def _export_commands(run: Path, cfg: Config) -> list[str]:
     """Return the command that writes the model for a server, in a format that its shapes permit, after a line with the
-    reason; None for a run that wrote no model."""
+    reason; nothing for a run that wrote no model. An adapter is merged in BF16, or with a second command in FP8."""
     from octavo.checkpoint import CheckpointError
     from octavo.models import ModelError
     from octavo.train.artifacts import choose_target_format, inspect_target, is_trained_in_fp8
 
     adapter = (run / "adapter").is_dir()
     if not adapter and not (run / "hf").is_dir():
-        return None
+        return []
     format = "bf16"
     try:
         target = inspect_target(run)
-        if is_trained_in_fp8(cfg) or target.quantization is not None:
+        if adapter or is_trained_in_fp8(cfg) or target.quantization is not None:
             choice = choose_target_format(target)
             format = choice.format
             # Whether an adapter survives the rounding to FP8 shows in the merge itself.
@@ -167,7 +178,10 @@ def _export_command(run: Path, cfg: Config) -> str | None:
             print(f"export format: {choice}{unless}")
     except (CheckpointError, ModelError) as error:
         print(f"export format: bf16, because {error}")
-    if adapter:
-        options = [] if format == "bf16" else ["--format", "auto"]
-        return shlex.join(["octavo", "merge", str(run), f"{run}-merged", *options])
-    return shlex.join(["octavo", "export", str(run), f"{run}-{format.partition('-')[0]}", "--format", format])
+    if not adapter:
+        return [shlex.join(["octavo", "export", str(run), f"{run}-{format.partition('-')[0]}", "--format", format])]
+    merge = ["octavo", "merge", str(run)]
+    commands = [[*merge, f"{run}-merged", "--format", "bf16"]]
+    if format != "bf16":
+        commands.append([*merge, f"{run}-merged-fp8", "--format", "auto"])  # never fails for its format
+    return [shlex.join(command) for command in commands]

@@ -69,10 +69,11 @@ CASES = {
     "lora": (("model.path=whole", *BLOCK, *LORA), "auto"),
     "lora-ragged": (("model.path=ragged", *BLOCK, *LORA), "auto"),
     "lora-fp8-base": (("model.path=whole", "fp8.recipe=off", "model.load_in_fp8=rowwise", *LORA), "auto"),
-    "lora-off": (("model.path=whole", "fp8.recipe=off", *LORA), None),
+    "lora-off": (("model.path=whole", "fp8.recipe=off", *LORA), "auto"),
     "preference": (("model.path=ragged", *BLOCK, *PREFERENCE), "fp8-dynamic"),
     "rl": (("model.path=ragged", *BLOCK, *RL), "fp8-dynamic"),
     "encrypted": (("model.path=whole", *BLOCK, "run.encrypt=true", "--key-file", "key"), "fp8-block"),
+    "lora-encrypted": (("model.path=whole", "fp8.recipe=off", "run.encrypt=true", *LORA, "--key-file", "key"), "auto"),
 }
 
 QUICK = ("blocks", "some-blocks", "off", "tower", "lora-fp8-base", "preference", "rl", "encrypted")
@@ -85,6 +86,11 @@ def test_advised_command_works(case, home, monkeypatch, capsys):
     batch = () if case == "rl" else ("train.global_batch=2",)  # a step of phase rl is rl.prompts x rl.group
     assert main(["train", "run.yaml", *batch, *arguments, f"run.dir={case}"]) == 0
     *before, last = capsys.readouterr().out.splitlines()
+    if "lora" in case:  # in BF16, or in FP8 if the adapter survives
+        *before, first = before
+        assert main(shlex.split(first.removeprefix("next: octavo "))) == 0 and "--format bf16" in first
+        assert json.loads((home / f"{case}-merged/octavo_export.json").read_text())["format"] == "bf16"
+        last = last.replace("or in FP8: ", "next: ")
     words = shlex.split(last.removeprefix("next: octavo "))
     assert last.startswith("next: octavo ") and words[0] == ("merge" if "lora" in case else "export")
     assert (words[words.index("--format") + 1] if "--format" in words else None) == format

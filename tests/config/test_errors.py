@@ -5,6 +5,7 @@ import pytest
 from octavo.base import recipe_specs
 from octavo.base.wording import nearest
 from octavo.config import ConfigError, error_texts, load_config, load_config_text
+from octavo.config.rules.phases import BUILT_IN
 from octavo.config.sections import foreign_words
 
 BASE = """model: {path: ./m}
@@ -609,6 +610,9 @@ def test_translations_name_keys_and_values_that_exist() -> None:
             (section,)
         )
     for path, words in foreign_words.VALUES.items():
-        assert {value for value, _ in words.values()} <= set(error_texts._options(path))
-        assert not words.keys() & set(error_texts._options(path)), "a word that is valid needs no translation"
+        options = set(error_texts._options(path))
+        if path == ("rl", "rewards"):  # built-in names, and the key of a penalty that others list as a reward
+            options = {*BUILT_IN, *(f"rl.{name}" for name in error_texts._fields(("rl",)))}
+        assert {value for value, _ in words.values()} <= options
+        assert not words.keys() & options, "a word that is valid needs no translation"
     assert {("train", "loss"), *foreign_words.VALUES} >= foreign_words.OBJECTIVES

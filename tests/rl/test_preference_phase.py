@@ -15,6 +15,7 @@ from rich.console import Console
 from octavo import rl, train
 from octavo.config import Config, ConfigError, override
 from octavo.config.sections.rl import OPTIONS
+from octavo.report.run.history import History
 from octavo.rl.objectives.registry import PREFERENCES
 from octavo.train.run_dir.run_dir import read_rows
 from tests.train.conftest import at
@@ -200,10 +201,19 @@ def test_held_out_preferences_and_answers_are_evaluated(
     assert first["questions"] == 16 + (3 if loss == "kto" else 5) and first["preferences"] == 5
     assert last["preference_loss"] != first["preference_loss"] and last["logps/chosen"] != first["logps/chosen"]
     assert ("rewards/accuracies" in last) == (loss != "kto") and last["rewards/margins"] != 0
+    assert "loss" not in last, "the loss of a step is another one"
     again = train.evaluate_run(result.dir)
-    assert {key: again[key] for key in ("loss", "exact_match", "questions", "tokens")} == {
-        key: last[key] for key in ("loss", "exact_match", "questions", "tokens")
-    }, "octavo eval reads held-out preferences too"
+    names = ("answer_loss", "exact_match", "questions", "tokens")
+    assert {key: again[key] for key in names} == {key: last[key] for key in names}, "octavo eval reads preferences too"
+    history = History.read(result.dir)
+    assert (
+        history.curve("eval/preference_loss") and history.curve("eval/answer_loss") and not history.curve("eval/loss")
+    )
+    # Runs of earlier versions, whose metrics name both losses `loss`, have the same curves.
+    metrics = result.dir / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"answer_loss"', '"loss"'))
+    old = History.read(result.dir).curve("eval/answer_loss")
+    assert old is not None and old[1].tolist() == history.curve("eval/answer_loss")[1].tolist()
 
 
 @pytest.mark.usefixtures("seen")

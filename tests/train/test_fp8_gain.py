@@ -158,7 +158,7 @@ def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypa
     why = "the gain window ran out of memory in high precision (CUDA out of memory. Tried to allocate 2 GiB)"
     assert json.loads((result.dir / "gain.json").read_text()) == {"failed": why, "step": 3} == dict(result.gain)
     assert why in console.export_text() and not any("gain" in r for r in read_rows(result.dir / "metrics.jsonl"))
-    print_result(result)  # as octavo train says it
+    print_result(result, "sft")  # as octavo train says it
 
 
 def test_another_error_in_the_window_is_not_hidden(make, monkeypatch):

@@ -57,7 +57,7 @@ def samples_per_step(cfg: Config, count: int = 9):
     processor = models.load_processor(cfg.model.path)
     loader = data.train_loader(cfg, processor)
     model = models.load(cfg.model.path).train()
-    return model, models.describe(model), [loader._encoded[[loader.mixture.row(n)]][0] for n in range(count)]
+    return model, models.describe(model), [loader.encoded[[loader.mixture.row(n)]][0] for n in range(count)]
 
 
 def trained(model, forward, batches, reduction):

@@ -21,25 +21,44 @@ PAIRS = SFT | {"rewards/accuracies": 0.75, "rewards/margins": 0.125}
 TOLD = {
     "sft": (SFT, "loss 0.5000  lr 1.00e-03  1500 tokens/s"),
     "rl": (RL, "reward 0.250  length 7.5  tokens/s 900 rollout, 4000 training"),
-    "preference": (PAIRS, "loss 0.5000  accuracy 75.0%  margin 0.125  lr 1.00e-03  1500 tokens/s"),
+    "preference": (PAIRS, "preference loss 0.5000  accuracy 75.0%  margin 0.125  lr 1.00e-03  1500 tokens/s"),
     "nothing": (
-        {**RL, "reward": None, "length": None, "eval": {"loss": 0.5, "exact_match": 0, "questions": 1, "reward": None}},
-        "reward -  length -  tokens/s 900 rollout, 4000 training  eval loss 0.5000  held-out reward -",
+        {
+            **RL,
+            "reward": None,
+            "length": None,
+            "eval": {"answer_loss": 0.5, "exact_match": 0, "questions": 1, "reward": None},
+        },
+        "reward -  length -  tokens/s 900 rollout, 4000 training  held-out answer loss 0.5000  held-out reward -",
     ),
     "exact match as a reward": (
-        {**RL, "eval": {"loss": 0.5, "exact_match": 0.25, "questions": 4, "reward": 1, "rewards/exact_match/mean": 1}},
-        "reward 0.250  length 7.5  tokens/s 900 rollout, 4000 training  eval loss 0.5000, exact match 25.0% of 4  "
-        "held-out reward 1.000",
+        {
+            **RL,
+            "eval": {
+                "answer_loss": 0.5,
+                "exact_match": 0.25,
+                "questions": 4,
+                "reward": 1,
+                "rewards/exact_match/mean": 1,
+            },
+        },
+        "reward 0.250  length 7.5  tokens/s 900 rollout, 4000 training  held-out answer loss 0.5000, "
+        "exact match 25.0% of 4  held-out reward 1.000",
     ),
     "evaluation of sft": (
         SFT | {"eval": {"loss": 0.5, "exact_match": 0.25, "questions": 4}},
         "loss 0.5000  lr 1.00e-03  1500 tokens/s  eval loss 0.5000, exact match 25.0% of 4",
     ),
+    "evaluation of preferences": (
+        PAIRS | {"eval": {"answer_loss": 2.5, "questions": 4, "preference_loss": 0.25, "rewards/accuracies": 1.0}},
+        "preference loss 0.5000  accuracy 75.0%  margin 0.125  lr 1.00e-03  1500 tokens/s  "
+        "held-out preference loss 0.2500  held-out answer loss 2.5000  held-out accuracy 100.0%",
+    ),
     "no pairs": (
         SFT | dict.fromkeys(("rewards/accuracies", "rewards/margins")),
-        "loss 0.5000  accuracy -  margin -  lr 1.00e-03  1500 tokens/s",
+        "preference loss 0.5000  accuracy -  margin -  lr 1.00e-03  1500 tokens/s",
     ),
-    "kto": (SFT | {"rewards/margins": 0.125}, "loss 0.5000  margin 0.125  lr 1.00e-03  1500 tokens/s"),
+    "kto": (SFT | {"rewards/margins": 0.125}, "preference loss 0.5000  margin 0.125  lr 1.00e-03  1500 tokens/s"),
 }
 
 
@@ -83,15 +102,23 @@ def test_tensorboard_has_a_figure_under_one_name(tmp_path: Path) -> None:
 
 
 def test_the_closing_lines_say_the_reward_and_not_the_loss_of_rl(capsys) -> None:
-    def closing(final: dict) -> str:
-        ended = {"status": "finished", "steps": 3, "dir": "run", "eval": None, "gain": None, "skipped": 0}
+    def closing(final: dict, phase: str, held_out: dict | None = None) -> str:
+        ended = {"status": "finished", "steps": 3, "dir": "run", "eval": held_out, "gain": None, "skipped": 0}
         ended["overflowed"] = 2
-        print_result(SimpleNamespace(final=final, **ended))
+        print_result(SimpleNamespace(final=final, **ended), phase)
         return capsys.readouterr().out
 
-    assert "reward " in (said := closing(RL)) and "loss" not in said and "rollout_tokens_per_s" in said
-    assert "rewards/accuracies  0.75" in (said := closing(PAIRS)) and "loss" in said and "rewards/margins" in said
-    assert "reward" not in (said := closing(SFT)) and "FP16 overflows  2 steps skipped" in said
+    assert "reward " in (said := closing(RL, "rl")) and "loss" not in said and "rollout_tokens_per_s" in said
+    assert "rewards/accuracies  0.75" in (said := closing(PAIRS, "preference")) and "rewards/margins" in said
+    assert "  preference loss " in said and "\n  loss" not in said
+    old = {"loss": 3.25, "questions": 5, "preferences": 5}  # as an earlier version wrote it
+    now = {"preference_loss": 0.5, "rewards/margins": 0.1, "rewards/accuracies": 0.6, **old}
+    lines = closing(PAIRS, "preference", now).splitlines()
+    assert [line.split()[:3] for line in lines if "held-out" in line] == [
+        ["held-out", "preference", "loss"], ["held-out", "answer", "loss"], ["held-out", "preferences", "60.0"]
+    ]  # fmt: skip
+    assert "held-out loss" in closing(SFT, "sft", old) and "held-out answer loss" in closing(RL, "rl", old)
+    assert "reward" not in (said := closing(SFT, "sft")) and "FP16 overflows  2 steps skipped" in said
 
 
 @pytest.mark.parametrize(

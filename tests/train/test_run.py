@@ -12,6 +12,7 @@ from rich.console import Console
 
 from octavo import fp8, models, train
 from octavo.config import load_config
+from octavo.data.order import FullShuffle
 from octavo.models import load_processor
 from octavo.train.run_dir.run_dir import read_rows
 
@@ -214,9 +215,27 @@ def test_pretraining_learns_every_token(make):
     assert pretrain["loss_tokens"] > 2 * sft["loss_tokens"]
 
 
-def test_a_run_that_trains_on_nothing_does_not_end_as_finished(make):
+def test_rows_that_are_all_too_long_end_a_run_before_its_first_step(make, tmp_path: Path):
+    over = ("train.steps=1", "train.warmup=0", "data.eval=[]", "run.resume=auto")
+    with pytest.raises(ValueError, match=r"none of its 48 rows fits into train.seq_length: 4; .* data.on_long to cut"):
+        train.run(make(*over, "train.seq_length=4"))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert len((tmp_path / "run/skipped.jsonl").read_text().splitlines()) == 48
+    assert train.run(make(*over)).status == "finished", "the directory is not bound to the failed run"
+    assert not (tmp_path / "run/skipped.jsonl").exists() and (tmp_path / "run/previous_1/skipped.jsonl").exists()
+
+
+def test_a_run_that_trains_on_nothing_does_not_end_as_finished(make, place: Path, tmp_path: Path):
+    rows = json.loads((place / "digits/train.json").read_text())[:40]
+    last = FullShuffle(40, 0, 0).row(0, 39)  # the only row that fits comes last
+    for row in rows[:last] + rows[last + 1 :]:
+        row["conversations"][0]["value"] += "long " * 200
+    (place / "digits" / "last.json").write_text(json.dumps(rows))
+    over = (f"data.train=[{{path: {place}/digits/last.json}}]", "train.steps=3", "data.eval=[]")
+    console = Console(record=True, width=400, force_terminal=False)
     with pytest.raises(train.TrainError, match=r"(?s)3 steps in a row, up to step 3, had no loss tokens .*dropped"):
-        train.run(make("train.seq_length=4", "train.steps=3", "data.eval=[]"))
+        train.run(make(*over), console=console)
+    assert "step 1/3  no loss tokens  lr" in console.export_text(), "a loss of 0 would mean a perfect model"
 
 
 def test_off_takes_a_run_of_any_fp8_settings_to_high_precision(make):

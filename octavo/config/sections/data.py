@@ -17,7 +17,8 @@ class Dataset(Section):
 
     path: FilePath = Field(
         min_length=1,
-        description="JSON, JSONL, CSV, parquet or tar file (WebDataset), a folder of such files or of `datasets`, "
+        description="JSON, JSONL, CSV, parquet or tar file (WebDataset), a folder of such files or of `datasets`; in "
+        "phase pretrain also .txt and .md files or a folder of them, a document a file; "
         "relative to the configuration file; a URL (s3://bucket/folder, hf://, file://), whose files are fetched; or, "
         "if no such path exists, a name on the Hugging Face hub, org/name.",
     )

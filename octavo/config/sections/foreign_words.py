@@ -60,6 +60,7 @@ KEYS: Mapping[str, Word] = {
     **_all("fp8_param_gather", "fp8.param"),
     **_all("dataset train_dataset dataset_path train_file", "data.train", "a list of {path: ...}"),
     **_all("eval_dataset val_dataset validation_file", "data.eval", "a list of {path: ...}"),
+    **_all("truncation_strategy truncation_mode excess_length_strategy", "data.on_long", "drop, cut or error"),
     **_all("num_generations num_samples_per_prompt n_samples_per_prompt rollout_n", "rl.group",
            "completions for one prompt"),
     **_all("max_completion_length max_response_length response_length", "rl.max_new_tokens"),
@@ -132,6 +133,27 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, Word]] = {
         "reinforce": ("rloo", "REINFORCE with a leave-one-out baseline"),
         "reinforce++": ("grpo", "with rl.advantage: batch"),
         "reinforce_plus_plus": ("grpo", "with rl.advantage: batch"),
+    },
+    ("rl", "rewards"): {
+        **dict.fromkeys(
+            ("accuracy", "accuracy_reward", "reasoning_accuracy_reward", "math_verify", "math_reward"),
+            ("math", "it compares mathematical expressions"),
+        ),
+        "gsm8k": ("number", "it compares the last number"),
+        **dict.fromkeys(("em", "exact", "string_match"), ("exact_match", "it compares the whole answer")),
+        **dict.fromkeys(
+            ("format_reward", "think_format_reward", "think_format"),
+            ("format", "with a pattern for the whole completion"),
+        ),
+        **dict.fromkeys(
+            ("soft_overlong", "soft_overlong_punishment", "get_soft_overlong_punishment"),
+            ("rl.overlong", "a key of rl, in tokens"),
+        ),
+    },
+    ("data", "on_long"): {
+        **dict.fromkeys(("truncate", "right", "keep_start"), ("cut", "the beginning is kept")),
+        **dict.fromkeys(("delete", "skip", "filter"), ("drop", "the row is left out")),
+        "raise": ("error", "the run ends"),
     },
     ("train", "schedule"): {
         **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr"), ("cosine", "it ends at train.min_lr, once")),

@@ -79,7 +79,7 @@ class Encoder:
     they are decoded; the processor limits the size that the model sees. `file_limits` are the limits of video files.
     """
 
-    on_long_options = "drop or cut"  # the alternatives to on_long: error, for its message
+    on_long_options, rows_kind = "drop or cut", "conversations"  # for messages: alternatives to error, what it encodes
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Encoder:
         if on_long not in ("drop", "cut", "error"):
             raise DataError(f"on_long is {on_long!r}; it must be drop, cut or error")
         self.processor, self.tokenizer = processor, processor.tokenizer
-        self.seq_length, self.on_long = seq_length - reserve, on_long
+        self.seq_length, self.reserve, self.on_long = seq_length - reserve, reserve, on_long
         self.limit_text = f"seq_length is {seq_length}" + (
             f", {reserve} of it are reserved for the answer" if reserve else ""
         )

@@ -40,12 +40,12 @@ class EvalSet:
         self.sources, self.encoder, self.micro_batch, self.rank, self.world = (
             tuple(sources), encoder, micro_batch, rank, world)  # fmt: skip
         self.collate, self.max_rows = collate, max_rows
-        self._policy = BadRowPolicy(self.sources, on_bad, report_path)
-        self._encoded = EncodedRows(self.sources, encoder, cache_bytes)
+        self.policy = BadRowPolicy(self.sources, on_bad, report_path)
+        self.encoded = EncodedRows(self.sources, encoder, cache_bytes)
 
     @property
     def report(self) -> SkipReport:
-        return self._policy.report
+        return self.policy.report
 
     @property
     def rows(self) -> int:
@@ -77,5 +77,5 @@ class EvalSet:
         for step in range(len(self)):
             first = (step * self.world + self.rank) * self.micro_batch
             batch = places[first : first + self.micro_batch]
-            admitted = list(map(self._policy.admit, batch, self._encoded[batch]))
+            admitted = list(map(self.policy.admit, batch, self.encoded[batch]))
             yield self.collate([sample for sample in admitted if sample is not None], self.encoder.pad_id)

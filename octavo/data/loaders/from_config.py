@@ -25,6 +25,7 @@ from octavo.data.loaders.rows_from_config import (
     rows_for_phase,
 )
 from octavo.data.loaders.token_counts import open_counts
+from octavo.data.loaders.usable_rows import check_held_out_rows, check_training_rows
 from octavo.data.order import Mixture
 from octavo.data.skip_report import SkipReport
 from octavo.data.tasks.concat import JoinedDocuments
@@ -82,6 +83,8 @@ def train_loader(
             world, start_row, worker_count(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
         )  # fmt: skip
     _report_documents(sources, loader.report)
+    if not start_row and not any(pack_position):
+        _check(loader)
     return loader
 
 
@@ -113,10 +116,13 @@ def prompt_loader(
     space for `max_new_tokens` in `train.seq_length`. Raises `DataError`."""
     encoder = make_encoder(cfg, processor, PromptEncoder, max_new_tokens)
     sources = [read(d, "prompts", cache_folder(cfg)) for d in cfg.data.train]
-    return Loader(
+    loader = Loader(
         _mixture(cfg, sources), encoder, prompts, prompts, rank, world, start_row, worker_count(cfg),
         cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout, gather=number_prompts,
     )  # fmt: skip
+    if not start_row:
+        _check(loader)
+    return loader
 
 
 def pair_loader(
@@ -137,12 +143,24 @@ def pair_loader(
             "train.global_batch is 1, but KTO compares the rows of a step with each other; set it to 2 or more"
         )
     encoder, sources = preference_rows(cfg, processor, cfg.data.train, kind)
-    return Loader(
+    loader = Loader(
         _mixture(cfg, sources), encoder, cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
         worker_count(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
         gather=partial(labelled_batches, longest=cfg.train.seq_length) if labelled else GATHER_PAIRS,
         needs_previous=labelled,
     )  # fmt: skip
+    if not start_row:
+        _check(loader)
+    return loader
+
+
+def _check(loader: Loader | PackLoader) -> None:
+    """Check the rows of a run that has not begun, and close the loader if it has none to train on."""
+    try:
+        check_training_rows(loader)
+    except BaseException:
+        loader.close()
+        raise
 
 
 def _mixture(cfg: Config, sources: Sequence[Rows]) -> Mixture:
@@ -179,6 +197,7 @@ def eval_set(
         sources, encoder, micro_batch or cfg.train.micro_batch, rank, world, cfg.data.on_bad_sample, report_path
     )
     _report_documents(sources, held_out.report)
+    check_held_out_rows(held_out)
     return held_out
 
 
@@ -189,10 +208,12 @@ def prompt_set(
     None), encoded as `PromptSample`s that leave `reserve` tokens for the answer. An iteration yields lists of one
     sample, or empty lists. Raises `DataError`."""
     encoder = make_encoder(cfg, processor, PromptEncoder, reserve)
-    return EvalSet(
+    held_out = EvalSet(
         [read(d, "prompts", cache_folder(cfg)) for d in cfg.data.eval], encoder, 1, rank, world, cfg.data.on_bad_sample,
         max_rows=prompts, collate=lambda samples, pad_id: samples,
     )  # fmt: skip
+    check_held_out_rows(held_out)
+    return held_out
 
 
 def pair_set(
@@ -213,9 +234,11 @@ def pair_set(
     size, gather = cfg.train.micro_batch, collate_pairs
     if kind == "labelled":
         size, gather = max(2, size), partial(collate_labelled, longest=cfg.train.seq_length)
-    return EvalSet(
+    held_out = EvalSet(
         sources, encoder, size, rank, world, cfg.data.on_bad_sample, report_path, collate=gather,
     )  # fmt: skip
+    check_held_out_rows(held_out)
+    return held_out
 
 
 def _report_documents(sources: Iterable[Rows], report: SkipReport) -> None:

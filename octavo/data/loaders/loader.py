@@ -53,7 +53,19 @@ class EncodedRow(Protocol):
 
 
 class RowEncoder(Protocol):
-    """The interface of an encoder, which turns rows of a source into samples."""
+    """The interface of an encoder, which turns rows of a source into samples.
+
+    seq_length       the most tokens of a row
+    reserve          further tokens of train.seq_length, which are kept free for an answer
+    on_long          drop, cut or error, of which on_long_options are possible
+    rows_kind        what the rows are, for messages
+    """
+
+    seq_length: int
+    reserve: int
+    on_long: str
+    on_long_options: str
+    rows_kind: str
 
     @property
     def pad_id(self) -> int: ...
@@ -129,17 +141,26 @@ class BadRowPolicy:
                 row_info = {"file": encoded.file, "row": encoded.row, "id": encoded.id}
                 self._list(place, {**row_info, "action": action, "reason": reason})
             return encoded
-        if not isinstance(encoded, BadSample) or (self.on_bad == "error" and not isinstance(encoded, LongSample)):
-            raise encoded
-        self._list(place, encoded.record())
+        bad = self.refuse(encoded)
+        self.record(place, bad)
         source, row = place
         self._bad[source].add(row)
         if len(self._bad[source]) == len(self.sources[source]):
             raise DataError(
-                f"{encoded.file}: all {len(self.sources[source])} rows were left out; "
-                f"the last one (row {encoded.row}) because it {encoded.reason}"
+                f"{bad.file}: all {len(self.sources[source])} rows were left out; "
+                f"the last one (row {bad.row}) because it {bad.reason}"
             )
         return None
+
+    def refuse(self, bad: DataError) -> BadSample:
+        """Return the error of a row that is left out, and raise any other."""
+        if not isinstance(bad, BadSample) or (self.on_bad == "error" and not isinstance(bad, LongSample)):
+            raise bad
+        return bad
+
+    def record(self, place: Place, bad: BadSample) -> None:
+        """List a row that is left out in the report."""
+        self._list(place, bad.record())
 
     def _list(self, place: tuple[int, int], record: Mapping[str, Any]) -> None:
         """Add a row to the report. A split row gets the number of its question, from 1."""
@@ -168,15 +189,15 @@ class StepStream:
             raise DataError(f"rank {rank} of {world} process(es); ranks count from 0")
         self.mixture, self.encoder, self.rank, self.world = mixture, encoder, rank, world
         self.workers, self.timeout = workers, timeout
-        self._policy = BadRowPolicy(mixture.sources, on_bad, report_path)
-        self._encoded = EncodedRows(mixture.sources, encoder, 0 if workers else cache_bytes)
+        self.policy = BadRowPolicy(mixture.sources, on_bad, report_path)
+        self.encoded = EncodedRows(mixture.sources, encoder, 0 if workers else cache_bytes)
         self._prefetcher = make_prefetcher(mixture)
         self._steps: Generator[list[Any], None, None] | None = None
 
     @property
     def report(self) -> SkipReport:
         """The report of the rows left out so far."""
-        return self._policy.report
+        return self.policy.report
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Return the endless stream. A second `iter` continues where the first one stopped."""
@@ -241,7 +262,7 @@ class Loader(StepStream):
 
     def at(self, number: int) -> Any:
         """Return the encoded row with this number in the stream. Raises the row's error."""
-        [encoded] = self._encoded[[self.mixture.row(number)]]
+        [encoded] = self.encoded[[self.mixture.row(number)]]
         if isinstance(encoded, DataError):
             raise encoded
         return encoded
@@ -256,13 +277,13 @@ class Loader(StepStream):
         places = _RowPlaces(self.mixture, self.rows, numbers, self.global_batch)
         chunks = _RowChunks(places, len(numbers))
         if self.workers and numbers:
-            processed = run_workers(self._encoded, chunks, self.workers, self.timeout)
+            processed = run_workers(self.encoded, chunks, self.workers, self.timeout)
         else:
-            processed = (list(zip(chunk, self._encoded[chunk], strict=True)) for chunk in chunks)
+            processed = (list(zip(chunk, self.encoded[chunk], strict=True)) for chunk in chunks)
         rows = itertools.chain.from_iterable(processed)
         try:
             while True:
-                admitted = [(self.rows + n, self._policy.admit(*next(rows))) for n in numbers]
+                admitted = [(self.rows + n, self.policy.admit(*next(rows))) for n in numbers]
                 extra = {"before": admitted.pop()[1] or self._nearest(candidates[1:])} if candidates else {}
                 gathered = self.gather(admitted + padding, self.micro_batch, self.encoder.pad_id, **extra)
                 self.rows += self.global_batch
@@ -280,7 +301,7 @@ class Loader(StepStream):
         """Return the first of these rows of the step that is not left out, or None. It is rarely needed, so it is
         encoded in this process."""
         places = (self.mixture.row(self.rows + n) for n in numbers)
-        return next(filter(None, (self._policy.admit(place, *self._encoded[[place]]) for place in places)), None)
+        return next(filter(None, (self.policy.admit(place, *self.encoded[[place]]) for place in places)), None)
 
 
 class _RowPlaces:

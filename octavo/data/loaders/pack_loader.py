@@ -154,9 +154,9 @@ class PackLoader(StepStream):
     def _stream(self) -> Generator[list[Any], None, None]:
         chunks = _RowChunks(self)
         if self.workers and self.rank < self.global_batch:  # higher ranks never have a row
-            processed = run_workers(self._encoded, chunks, self.workers, self.timeout)
+            processed = run_workers(self.encoded, chunks, self.workers, self.timeout)
         else:
-            processed = (list(zip(chunk, self._encoded[chunk], strict=True)) for chunk in chunks)
+            processed = (list(zip(chunk, self.encoded[chunk], strict=True)) for chunk in chunks)
         rows = chain.from_iterable(processed)
         try:
             for local_packs, next_position, checksum in self.steps(self.pack_position):
@@ -173,7 +173,7 @@ class PackLoader(StepStream):
             processed.close()
 
     def _collate(self, pack: Pack, rows: Iterator[tuple[Place, Any]], checksum: int) -> dict[str, Any]:
-        admitted = [self._policy.admit(*self._check_length(*next(rows), planned)) for planned in pack.lengths]
+        admitted = [self.policy.admit(*self._check_length(*next(rows), planned)) for planned in pack.lengths]
         samples = [sample for sample in admitted if sample is not None]
         return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, checksum, self.context_ranks)
 

@@ -31,6 +31,7 @@ from octavo.base.hub import is_name
 from octavo.data import file_digests
 from octavo.data.errors import DataError
 from octavo.data.formats import registry
+from octavo.data.formats.text_files import find_text_files
 
 FORMAT_VERSION = 1  # version of the cache files, part of their names
 SMALL_FILE = 4 << 20  # a data file with fewer bytes is converted in memory, in a fraction of a second
@@ -174,20 +175,21 @@ def publish(written: Path, target: Path) -> None:
 
 def list_row_files(source: Path) -> list[Path]:
     """Return the row files of a data file or folder: the data files directly in a folder, without its images and
-    subfolders, which may have millions of files."""
+    subfolders, which may have millions of files; if it has none, the text files in it and in its subfolders."""
     if not source.is_dir():
         return [source]
-    try:
-        check_folder(source, deep=False)  # a missing or added row file would change the data unnoticed
-    except VaultError as cause:
-        raise DataError(str(cause)) from cause
     ends = (*registry.row_suffixes(), *suffixes.ARROW)
     with os.scandir(source) as entries:
         names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in ends and e.name[0] != ".")
     files = [source / name for name in select_row_files(names)]
+    texts = [] if names else find_text_files(source, ends)[0]
+    try:
+        check_folder(source, deep=bool(texts))  # a missing or added file would change the data unnoticed
+    except VaultError as cause:
+        raise DataError(str(cause)) from cause
     if dangling := next((file for file in files if not file.exists()), None):
         raise DataError(f"{dangling} is a link to a missing file; restore the file, or remove the link")
-    return [file for file in files if file.is_file()]
+    return texts or [file for file in files if file.is_file()]
 
 
 def select_row_files(names: Sequence[str]) -> list[str]:

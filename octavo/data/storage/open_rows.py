@@ -18,20 +18,26 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from octavo.base import suffixes
 from octavo.base.byte_size import format_bytes
 from octavo.base.encryption import is_encrypted
 from octavo.base.safe_read import open_file, size_of
+from octavo.base.wording import count_noun
 from octavo.data import file_digests
 from octavo.data.errors import DataError
 from octavo.data.file_digests import Stat, stat_key
 from octavo.data.formats import registry
 from octavo.data.formats.arrow_rows import Rows
 from octavo.data.formats.registry import Format
+from octavo.data.formats.text_files import TextFiles, find_text_files, is_text_file
 from octavo.data.storage import cache
 from octavo.data.storage.hub_datasets import open_saved
 from octavo.data.storage.shards import Shards
 
-EXPECTED = "a JSON, JSONL, CSV, parquet or tar file, a folder of such files, or one that `datasets` saved"
+EXPECTED = (
+    "a JSON, JSONL, CSV, parquet or tar file, a folder of such files or one that `datasets` saved, or text (.txt, .md) "
+    "for train.phase: pretrain"
+)
 MAX_FILES_IN_MEMORY, MAX_BYTES_IN_MEMORY = (
     16,
     64 << 20,
@@ -39,6 +45,7 @@ MAX_FILES_IN_MEMORY, MAX_BYTES_IN_MEMORY = (
 MAX_OPEN_FILES = 128  # cache files and tars that stay open
 PARALLEL_INDEX_BYTES = 64 << 20  # from this many bytes on, tars are indexed by several processes
 MAX_PROCESSES = 8
+MAX_KINDS = 4  # kinds of files that a message lists
 
 
 def open_rows(
@@ -64,10 +71,13 @@ def _open_folder(path: Path, folder: Path | None, log: cache.Log, stream: bool) 
         if stream:
             raise DataError(f"{path}: folders of `datasets` are never copied; remove `stream`")
         return open_saved(path, folder)
-    files = [file for file in cache.list_row_files(path) if file.suffix.lower() in registry.row_suffixes()]
+    listed = cache.list_row_files(path)
+    if listed and all(is_text_file(file.name) for file in listed):
+        return _open_texts(path, listed, stream, log)
+    files = [file for file in listed if file.suffix.lower() in registry.row_suffixes()]
     kinds = sorted({file.suffix.lower() for file in files})
     if len(kinds) != 1:
-        content = f"files of several kinds ({', '.join(kinds)})" if kinds else "none of them"
+        content = f"files of several kinds ({', '.join(kinds)})" if kinds else _describe_others(path)
         raise DataError(
             f"{path} is a folder with {content}. Check data.path in the configuration: it must name {EXPECTED}"
         )
@@ -83,6 +93,24 @@ def _open_folder(path: Path, folder: Path | None, log: cache.Log, stream: bool) 
         return Shards(path, files, open_file_rows, [len(open_file_rows(file)) for file in files], MAX_OPEN_FILES)
     counts = None if form.count_rows is None else [_count_rows(form, file) for file in files]
     return Shards(path, files, open_file_rows, counts, None if small or stream else MAX_OPEN_FILES)
+
+
+def _open_texts(path: Path, files: Sequence[Path], stream: bool, log: cache.Log) -> TextFiles:
+    """Open text files as documents; files of other kinds in the folder are counted in a line to `log`."""
+    if stream:
+        raise DataError(f"{path}: text files are never copied; remove `stream`")
+    if path.is_dir() and (others := find_text_files(path, registry.row_suffixes())[1]):
+        listed = [f"{number} {suffix}" for suffix, number in others.most_common(MAX_KINDS)]
+        listed += ["..."] if len(others) > MAX_KINDS else []
+        log(f"{path}: {count_noun(len(files), 'document')}; other files are not read ({', '.join(listed)})")
+    return TextFiles(path, files)
+
+
+def _describe_others(path: Path) -> str:
+    """Describe a folder without files of rows and texts."""
+    others = find_text_files(path, registry.row_suffixes())[1]
+    listed = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(MAX_KINDS))
+    return f"none of them, but {listed}" if listed else "none of them"
 
 
 def _count_rows(form: Format, file: Path) -> int:
@@ -104,6 +132,8 @@ def _open_file(path: Path, folder: Path | None, log: cache.Log, stream: bool, sm
             size = size_of(file)
     except DataError as cause:
         raise DataError(f"{cause} Check data.path in the configuration: it must name {EXPECTED}") from cause
+    if path.suffix.lower() in suffixes.TEXT:
+        return _open_texts(path, [path], stream, log)
     if size == 0:
         raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object per line")
     form = registry.format_of(path)

@@ -42,6 +42,10 @@ class Shards:
         """The suffix of its files; "" if they are not paths."""
         return str(getattr(self._files[0], "suffix", "")) if self._files else ""
 
+    def names(self) -> list[str]:
+        """Return the names of its files; none if they are not paths."""
+        return [file.name for file in self._files if isinstance(file, Path)]
+
     def keys(self) -> set[str]:
         return set[str]().union(*(self._part(number).keys() for number in range(len(self._files))))
 

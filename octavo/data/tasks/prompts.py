@@ -91,6 +91,7 @@ class PromptEncoder(Encoder):
     Videos are converted to images, because the generation engine takes only images."""
 
     on_long_options = "drop"
+    rows_kind = "prompts"
 
     def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
         super().__init__(processor, seq_length, **options)

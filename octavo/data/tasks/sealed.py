@@ -171,7 +171,9 @@ class SealedEncoder:
     """The encoder for rows that are encoded already. A row of more than `seq_length` tokens, which was sealed for a
     longer `seq_length`, is left out."""
 
-    on_long = "drop"
+    on_long = on_long_options = "drop"
+    rows_kind = "sealed rows"
+    reserve = 0
 
     def __init__(self, processor: Any, seq_length: int) -> None:
         self.processor, self.tokenizer, self.seq_length = processor, processor.tokenizer, seq_length

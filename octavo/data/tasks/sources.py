@@ -15,6 +15,7 @@ from octavo.data.formats import json_columns
 from octavo.data.formats.arrow_rows import Rows
 from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS
 from octavo.data.formats.registry import format_of
+from octavo.data.formats.text_files import TextFiles, refuse_mixed_texts
 from octavo.data.rows.conversations import ROLES, bad_sample_context, parse
 from octavo.data.rows.foreign import parse_turn_lists
 from octavo.data.rows.media import is_null_file
@@ -23,6 +24,7 @@ from octavo.data.storage.cache import Log, default_folder, no_log
 from octavo.data.storage.fetched import open_fetched
 from octavo.data.storage.hub_datasets import open_hub_dataset, stream_hub_dataset
 from octavo.data.storage.open_rows import open_rows
+from octavo.data.storage.shards import Shards
 from octavo.data.tasks.documents import is_document, parse_document
 from octavo.data.tasks.pairs import parse_labelled, parse_pair, row_preference_kind
 from octavo.data.tasks.prompts import extra_columns, parse_answered, parse_prompt
@@ -172,6 +174,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
     file order; image names are relative to `images`, by default to the folder of the data file, or the data folder.
     Raises `DataError`."""
     rows = open_dataset(dataset, cache)
+    _check_texts(rows, kind)
     if dataset.images is not None:
         images = Path(dataset.images)
     elif is_name(dataset.path) or is_url(dataset.path):
@@ -196,6 +199,19 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
         format = detect_format(rows, kind == "prompts", kind == "documents")
     window = dataset.shuffle_buffer or getattr(rows, "window", None)
     return Source(rows, format, images, dataset.max_samples, kind, window)
+
+
+def _check_texts(rows: Rows, kind: str) -> None:
+    """Raise `DataError` for text files in a phase without documents, and for a folder of rows whose text files would be
+    left out in the phase with documents."""
+    rows = getattr(rows, "rows", rows)  # without renamed columns
+    if isinstance(rows, TextFiles) and kind != "documents":
+        raise DataError(
+            f"{rows.path}: text files ({rows.files[0].name}) are documents of train.phase: pretrain; this phase needs "
+            'conversations, such as {"messages": [...]} in the lines of a .jsonl file'
+        )
+    if kind == "documents" and isinstance(rows, Shards) and isinstance(rows.path, Path):
+        refuse_mixed_texts(rows.path, rows.names())
 
 
 def detect_preference_kind(dataset: Dataset, cache: Path | None = None) -> str | None:

@@ -20,6 +20,7 @@ import numpy as np
 from octavo.base import safe_read
 from octavo.config import Config, ConfigError, load_config
 from octavo.report.evidence.run_reader import ReportError, layer_health, read_json_file, read_rows
+from octavo.train.forward.evaluation import name_loss
 
 POINTS = 400
 EVALS = 12  # number of evaluations on a page: the first and the newest
@@ -141,11 +142,12 @@ class History:
         self.seconds += row.get("seconds") or 0.0
         self._keep(self.figures, step, {key: value for key, value in row.items() if key not in _NO_FIGURES})
         if row.get("eval"):
-            self._keep(self.judged, step, row["eval"])
+            held_out = name_loss(row["eval"], self.cfg.train.phase)  # earlier versions had other names
+            self._keep(self.judged, step, held_out)
             if self.first_eval is None:
-                self.first_eval = step, row["eval"]
+                self.first_eval = step, held_out
             else:
-                self.newest_evals.append((step, row["eval"]))
+                self.newest_evals.append((step, held_out))
         for kind, size in (row.get("memory") or {}).items():
             if isinstance(size, int | float):
                 self.memory[kind] = max(self.memory.get(kind, 0), int(size))

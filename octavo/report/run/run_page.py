@@ -205,9 +205,12 @@ def _key_figures(run: History, proof: Mapping[str, Any]) -> list[tuple[str, str]
     by_phase = {"rl": ("reward", "reward, last twentieth"), "preference": ("rewards/margins", "margin, last twentieth")}
     first = by_phase.get(run.cfg.train.phase, ("loss", "loss, last twentieth"))
     memory = sum(run.memory.get(kind, 0) for kind in memory_kinds([("", run.memory)]))
+    # A run has at most one of the held-out losses of answers and of text, and its preference loss in addition.
     return [
         (first[1], of(first[0], format_number)),
         ("held-out loss", of("eval/loss", format_number, "last")),
+        ("held-out preference loss", of("eval/preference_loss", format_number, "last")),
+        ("held-out loss of answers", of("eval/answer_loss", format_number, "last")),
         (EXACT, of("eval/exact_match", share, "last") if run_plots.shows_exact_match(run) else ""),
         ("held-out reward", of("eval/reward", format_number, "last")),
         ("held-out pairs in order", of("eval/rewards/accuracies", share, "last")),
@@ -300,6 +303,8 @@ def _seed_tables(runs: Sequence[History], labels: Sequence[str]) -> list[dict[st
         for word, key, statistic in (
             ("loss, last twentieth", "loss", "newest"), ("reward, last twentieth", "reward", "newest"),
             ("held-out loss", "eval/loss", "last"), (EXACT, "eval/exact_match", "last"),
+            ("held-out preference loss", "eval/preference_loss", "last"),
+            ("held-out loss of answers", "eval/answer_loss", "last"),
             ("held-out reward", "eval/reward", "last"),
         ):  # fmt: skip
             if word == EXACT and not all(run_plots.shows_exact_match(runs[place]) for place in group):

@@ -26,6 +26,7 @@ from octavo.report.evidence.trust_table import FAIL, REPORTED, SKIPPED_WARN, Che
 from octavo.report.trial import runs
 from octavo.report.trial.memory_savings import change_section, without_savings
 from octavo.report.trial.reuse import comparable_settings
+from octavo.train.forward.evaluation import ANSWER_LOSS
 
 MAX_COMPONENTS = 4  # components: sixteen cells, each with several seeds
 ACCURACY, LOSS = EFFECTS = ("effect_accuracy", "effect_loss")
@@ -131,13 +132,19 @@ def with_fp8_only_in(cfg: Config, parts: Sequence[str], layers: Mapping[str, Seq
     return change_section("fp8", rules=(*cfg.fp8.rules, *(Rule(match=layer, recipe="off") for layer in remaining)))(cfg)
 
 
+def _held_out_loss(record: RunRecord) -> float | None:
+    """Return the held-out loss of answers, which phases rl and preference name `answer_loss`."""
+    figures = record.eval or {}
+    return figures.get("loss", figures.get(ANSWER_LOSS))
+
+
 def figures_by_seed(records: Records, name: str, factors: Sequence[str]) -> list[dict[Cell, float]]:
     """Return the figures of all cells, for each seed that has all of them: the share of correct held-out answers, or
     the held-out loss relative to high precision with the same seed, minus 1. Empty without such a seed."""
     by_seed: dict[int, dict[Cell, float]] = {}
     for run, record in records:
         if run.kind in ("reference", "noise", "cell", "fp8", "seed"):
-            value = (record.eval or {}).get("exact_match" if name == ACCURACY else "loss")
+            value = (record.eval or {}).get("exact_match") if name == ACCURACY else _held_out_loss(record)
             if value is not None and not record.failure:
                 by_seed.setdefault(run.cfg.run.seed, {})[Cell(run.factors)] = float(value)
     complete = [figures for _, figures in sorted(by_seed.items()) if len(figures) == 2 ** len(factors)]
@@ -207,7 +214,7 @@ def why_not_comparable(records: Records) -> str:
             return f"{run.label} skipped {len(record.skipped)} of {run.cfg.train.steps} steps"
         if run.factors and (check := check_gemms(run.label, record.proof)).status == FAIL:
             return f"{run.label}: {check.sentence}"
-        if not record.eval or "loss" not in record.eval:
+        if _held_out_loss(record) is None:
             return f"{run.label} has no held-out loss; --fresh trains all runs again"
     return ""
 
@@ -216,7 +223,7 @@ def to_json(records: Records, trial: Trial) -> dict[str, Any]:
     """Return the cells for ``report.json``: the figures of each, and each effect by seed."""
     cells = [
         {"name": run.name, "in_fp8": list(run.factors), "seed": run.cfg.run.seed,
-         "accuracy": (record.eval or {}).get("exact_match"), "loss": (record.eval or {}).get("loss")}
+         "accuracy": (record.eval or {}).get("exact_match"), "loss": _held_out_loss(record)}
         for run, record in records if run.kind in ("reference", "noise", "cell", "fp8", "seed")
     ]  # fmt: skip
     effects_by_seed = [{"figure": name, "of": list(effect.of), "by_seed": list(effect.by_seed)}

@@ -55,7 +55,7 @@ class PreferencePhase(Phase):
 
     def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
         """Evaluate held-out data. In addition to the base figures, returns `preference_loss`, the figures of a step and
-        the number of held-out preferences; `loss` and `exact_match` are computed on the chosen or good answers."""
+        the number of held-out preferences; `answer_loss` and `exact_match` concern the chosen or good answers."""
         assert isinstance(stepper, PreferenceStepper)
         figures = super().evaluate(stepper, evalset, shown)
         return figures if self._held_out is None else {**figures, **stepper.evaluate_preferences(self._held_out)}

@@ -20,7 +20,7 @@ from octavo.data.loaders.from_config import eval_set
 from octavo.data.loaders.rows_from_config import check_seals
 from octavo.train.artifacts.load_target import HIGH, Target, find_checkpoint, inspect_target, read_run_config
 from octavo.train.errors import TrainError
-from octavo.train.forward.evaluation import evaluate
+from octavo.train.forward.evaluation import ANSWER_LOSS, evaluate, name_loss
 from octavo.train.forward.forward import Forward, autocast_dtype
 from octavo.train.setup.resolve_config import data_settings, load_processor
 
@@ -155,7 +155,7 @@ def compare_bases(
     return {
         **({} if step is None else {"step": step}),
         "bases": rows,
-        "gap": {key: first[key] - last[key] for key in ("loss", "exact_match") if key in first},
+        "gap": {key: first[key] - last[key] for key in ("loss", ANSWER_LOSS, "exact_match") if key in first},
         "weights": {
             "count": len(weights.rows),
             "relative": weights.relative,
@@ -207,6 +207,7 @@ def _evaluate_model(
     forward = Forward(model, world, autocast_dtype(target.cfg or cfg, world.device) if in_fp32 else None)
     with fp8.count_gemms() as counts:
         result = evaluate(model, _with_progress(evalset, progress), forward, world, pieces)
+    result = name_loss(result, cfg.train.phase)
     for piece in pieces or ():
         piece["source"] = evalset.origin(piece["file"], piece["row"], piece["answer"])
     return {**result, **extra(model, processor, forward, cfg), "fp8_gemms": counts.total(fp8=True)}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.train.forward.evaluation import judged_by_exact_match
+from octavo.train.forward.evaluation import ANSWER_LOSS, judged_by_exact_match
 
 LINE_INTERVAL_S = 10.0  # seconds between plain lines
 
@@ -71,7 +71,8 @@ def _figures(row: Mapping[str, Any]) -> str:
         rates = f"{row['rollout_tokens_per_s']:.0f} rollout, {row['training_tokens_per_s']:.0f} training"
         parts = [f"reward {_format(row['reward'])}", f"length {_format(row['length'], '.1f')}", f"tokens/s {rates}"]
     else:
-        parts = [f"loss {row['loss']:.4f}"]
+        name = "preference loss" if "rewards/margins" in row else "loss"
+        parts = ["no loss tokens" if row.get("empty") else f"{name} {row['loss']:.4f}"]
         if "rewards/accuracies" in row:
             parts.append(f"accuracy {_format(row['rewards/accuracies'], '.1%')}")
         if "rewards/margins" in row:
@@ -88,7 +89,10 @@ def _figures(row: Mapping[str, Any]) -> str:
             if "exact_match" in evaluation and judged_by_exact_match((*row, *evaluation))
             else ""
         )
-        parts.append(f"eval loss {evaluation['loss']:.4f}{exact}")
+        if "preference_loss" in evaluation:
+            parts.append(f"held-out preference loss {_format(evaluation['preference_loss'], '.4f')}")
+        name = "eval loss" if "loss" in evaluation else "held-out answer loss"
+        parts.append(f"{name} {evaluation['loss' if 'loss' in evaluation else ANSWER_LOSS]:.4f}{exact}")
         if "reward" in evaluation:
             parts.append(f"held-out reward {_format(evaluation['reward'])}")
         if "rewards/accuracies" in evaluation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo.base import accelerator
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.forward import losses
 from octavo.train.forward.forward import Forward
 
+ANSWER_LOSS = "answer_loss"  # the held-out loss of a phase that trains on another loss
 MAX_LOGGED = 4  # number of logged answers per evaluation
 
 
@@ -51,6 +53,15 @@ def judged_by_exact_match(figures: Iterable[str]) -> bool:
     """
     names = set(figures)
     return "rewards/exact_match/mean" in names or not names & {"reward", "rewards/accuracies", "rewards/margins"}
+
+
+def name_loss(figures: Mapping[str, float | None], phase: str) -> dict[str, float | None]:
+    """Return held-out figures in which no other loss has the name of the loss: `loss` where the phase trains on it, the
+    mean cross-entropy of tokens; else `answer_loss`, of the reference, chosen or good answers. Older runs named both
+    `loss`."""
+    if phase not in BEYOND_SFT:
+        return dict(figures)
+    return {ANSWER_LOSS if name == "loss" else name: value for name, value in figures.items()}
 
 
 def evaluate(

@@ -105,7 +105,9 @@ def _check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Pa
 
 def _data_fingerprint(path: Path, folder: Path, log: Log = no_log) -> dict[str, Any]:
     files = [path] if path.is_file() else list_row_files(path)
-    contents = {file.name: content for file, content in zip(files, compute_digests(files, folder, log), strict=True)}
+    # Text files may be in subfolders, other files are directly in the folder.
+    names = [path.name] if path.is_file() else [str(file.relative_to(path)) for file in files]
+    contents = dict(zip(names, compute_digests(files, folder, log), strict=True))
     if path.is_file():
         return _file_fingerprint(contents[path.name])
     heads = {name: {"size": content.size, "sha256": content.head} for name, content in contents.items()}

@@ -17,6 +17,7 @@ hf/                safetensors for from_pretrained; with lora instead adapter/, 
 base.json          fingerprints of the frozen base, and that it did not change
 page.html          with page.png and memory.json, by octavo train; tensorboard/ has event files
 result.json        written when the run has finished
+previous_N/        files of an earlier run that ended before its first checkpoint
 .lock              held while a process trains here
 
 With `run.encrypt`, folders of weights and the reference are encrypted, answers, completions and skipped rows are lists
@@ -42,12 +43,20 @@ from octavo.fp8.planning import Schedule
 from octavo.fp8.proof import Prediction
 from octavo.parallel import World
 from octavo.train.errors import TrainError
-from octavo.train.run_dir import encryption_rules, input_fingerprints, start_from
+from octavo.train.run_dir import earlier_run, encryption_rules, input_fingerprints, start_from
+from octavo.train.run_dir.file_names import (  # noqa: F401 (names of this module, too)
+    ADAPT,
+    CHECKPOINTS,
+    CHECKS,
+    CONFIG,
+    GAIN,
+    METRICS,
+    MILESTONES,
+    PLAN,
+    PROOF,
+    RESULT,
+)
 from octavo.train.run_dir.run_lock import LOCK, RunLock
-
-CONFIG, PLAN, PROOF, GAIN, RESULT = "config.yaml", "plan.json", "proof.json", "gain.json", "result.json"
-METRICS, ADAPT, CHECKS = "metrics.jsonl", "adapt.jsonl", "checks.jsonl"
-CHECKPOINTS, MILESTONES = "checkpoints", "milestones"
 
 # The form of the counters in a checkpoint, checked on reading, because the code below uses them unchecked.
 _COUNTERS = {
@@ -62,7 +71,7 @@ _COUNTERS = {
     }],
 }  # fmt: skip
 
-# Fields of `Progress` that checkpoints store under a different name.
+# Fields of `Progress` with another name in checkpoints.
 _STORED_NAMES = {"consecutive_skips": "in_a_row", "last_loss_step": "learnt"}
 
 
@@ -199,11 +208,11 @@ def enter(
     Existing files are not changed before `discard_later_files`. Values of `run.resume`:
 
     never   the directory must be new or empty
-    auto    resume from the newest good checkpoint; if there is no checkpoint, start a new run
+    auto    resume from the newest good checkpoint, or start a new run; files of an earlier one move to `previous_N/`
     PATH    resume from that checkpoint, in its own run directory or in one that is new or empty
 
     A new run starts from the checkpoint `run.fork` or the weights of `run.start_from`. The directory of a run that
-    failed before its first step counts as empty. ``fingerprints`` identify the phase's inputs (`Phase.fingerprints`).
+    failed before its first step counts as empty; its files move, too. ``fingerprints`` are `Phase.fingerprints`.
 
     Raises TrainError if the directory is in use or contains other files, and if settings, data files or files of the
     model folder have changed since the checkpoint; the message names them.
@@ -225,11 +234,11 @@ def enter(
         chosen = Path(str(cfg.run.fork))
     begins_with = None if chosen is not None or cfg.run.start_from is None else Path(cfg.run.start_from)
     weights = None if begins_with is None else start_from.find_initial_weights(begins_with, cfg, world, log)
-    prepared = world.run_on_main(lambda: _prepare(cfg, directory, chosen, weights, forked, fingerprints, log))
-    if known["run"] and chosen is None:
-        log(f"{directory} contains a run that has no checkpoint yet; it starts from the beginning")
-    prepared["pack_position"] = tuple(prepared["pack_position"])  # JSON has no tuples
-    return Start(directory, chosen, forked=forked, **prepared)
+    prepared = world.run_on_main(
+        lambda: _prepare(cfg, directory, chosen, weights, forked, fingerprints, log, "earlier" in known)
+    )
+    position = tuple(prepared.pop("pack_position"))  # JSON has no tuples
+    return Start(directory, chosen, forked=forked, pack_position=position, **prepared)
 
 
 def discard_later_files(start: Start, world: World, log: Callable[[str], None] = lambda text: None) -> None:
@@ -307,35 +316,22 @@ def _inspect(cfg: Config, directory: Path) -> dict[str, Any]:
         return {"run": inside, "result": None}
     if not names:
         return {"run": False, "result": None}
-    if CONFIG not in names:
-        raise TrainError(
-            f"run.dir {directory} is not empty ({', '.join(names[:3])}) and contains no Octavo run. Name a directory "
-            "that is new or empty; nothing is overwritten"
-        )
-    if not _has_begun(directory):
-        return {"run": False, "result": None}
-    if resume == "never":
+    earlier_run.check_written_by_run(directory, names)
+    is_binding = earlier_run.is_binding(directory)
+    if resume == "never" and (is_binding or earlier_run.has_steps(directory)):
         steps = checkpoint.steps(directory / CHECKPOINTS)
         reached = f"with checkpoints up to step {steps[-1]}" if steps else "without a checkpoint yet"
-        raise TrainError(
-            f"run.dir {directory} contains a run {reached}, and nothing is overwritten. Resume it with "
-            "run.resume=auto, or name another run.dir"
-        )
+        fix = "Resume it with run.resume=auto" if is_binding else "With run.resume=auto it makes room for a new run"
+        reason = f"run.dir {directory} contains a run {reached}, and nothing is overwritten"
+        raise TrainError(f"{reason}. {fix}, or name another run.dir")
+    if not is_binding:
+        return {"run": False, "result": None, "earlier": True}
     _check_same_settings(_saved_settings(directory), cfg, directory)
     if (result := read_json(directory / RESULT)) is None or result.get("status") != "finished":
         return {"run": True, "result": None}
     if not isinstance(result.get("steps"), int):
         raise TrainError(f"{directory / RESULT} is damaged (no number of steps); delete it and start again")
     return {"run": True, "result": result}
-
-
-def _has_begun(directory: Path) -> bool:
-    """True if the directory has a step, a checkpoint or a result of a run."""
-    metrics = directory / METRICS
-    if metrics.exists():
-        safe_read.open_file(metrics, TrainError).close()  # raises for a pipe, which would block a write
-    steps = metrics.exists() and metrics.stat().st_size > 0
-    return steps or (directory / RESULT).exists() or any((directory / CHECKPOINTS).glob("*"))
 
 
 def _prepare(
@@ -346,8 +342,10 @@ def _prepare(
     forked: bool,
     fingerprints: Mapping[str, str] | None,
     log: Callable[[str], None],
+    earlier: bool,
 ) -> dict[str, Any]:
-    """Check that the run may start there, and write its configuration. Returns fields of `Start`."""
+    """Check that the run may start there, move the files of an `earlier` run without a checkpoint out of its way, and
+    write its configuration. Returns fields of `Start`."""
     step, rows, pack_position = 0, 0, (0, 0, 0)
     files = {**input_fingerprints.fingerprints(cfg, log), "phase": dict(fingerprints or {})}
     source = None if weights is None else start_from.make_note(weights)
@@ -367,7 +365,9 @@ def _prepare(
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / CHECKPOINTS).is_dir():
         checkpoint.remove_leftovers(directory / CHECKPOINTS)  # removes unfinished saves of a killed process
-    if not (directory / CONFIG).exists() or not _has_begun(directory):
+    if earlier and (moved := earlier_run.move_aside(directory)):
+        log(moved)
+    if earlier or not (directory / CONFIG).exists():
         write_text(directory / CONFIG, to_yaml(cfg))
     return {"rows": rows, "pack_position": pack_position, "step": step, "files": files, "initial_weights": source}
 
@@ -434,7 +434,7 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
 
 
 def append_lines(file: Path, lines: Iterable[str]) -> None:
-    """Append lines, which end with a newline, to a file of the run. They are encrypted if its name ends in `.aes`."""
+    """Append lines, which end with a newline, to a file of the run; encrypted if its name ends in `.aes`."""
     if file.suffix == encryption.SUFFIX:
         encryption.append_lines(file, lines)
         return
@@ -490,9 +490,8 @@ def write_plan(
 
 def update_plan(directory: Path, plan: fp8.Plan) -> None:
     """Replace the current plan in plan.json; the rest of the file describes all plans of the run."""
-    document = read_json(directory / PLAN) or {}
     current = {key: value for key, value in plan.to_json().items() if key != "notes"}
-    write_json(directory / PLAN, {**document, **current})
+    write_json(directory / PLAN, {**(read_json(directory / PLAN) or {}), **current})
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -16,7 +16,7 @@ from octavo.config import Config
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import eval_set, train_loader
 from octavo.train.errors import TrainError
-from octavo.train.forward.evaluation import Answer, evaluate
+from octavo.train.forward.evaluation import Answer, evaluate, name_loss
 from octavo.train.step.step import Stepper
 
 
@@ -68,10 +68,12 @@ class Phase:
     def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
         """Evaluate the current weights on the held-out data; a collective.
 
-        The results include `loss`, `questions`, `tokens` and, where there are questions, `exact_match`; see
-        :func:`octavo.train.evaluate`. A few answers of this rank are appended to `shown`.
+        The results include `loss` or `answer_loss` (:func:`octavo.train.forward.evaluation.name_loss`), `questions`,
+        `tokens` and, where there are questions, `exact_match`; see :func:`octavo.train.evaluate`. A few answers of this
+        rank are appended to `shown`.
         """
-        return evaluate(stepper.model, evalset, stepper.forward, stepper.world, shown=shown)
+        figures = evaluate(stepper.model, evalset, stepper.forward, stepper.world, shown=shown)
+        return name_loss(figures, stepper.cfg.train.phase)
 
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
         """Return further evidence for proof.json, in addition to the GEMM counts, as JSON; a collective."""

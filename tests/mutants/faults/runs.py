@@ -18,7 +18,7 @@ area(
     ),
     (
         "bad-row-swallowed", "data/loaders/loader.py",
-        '(self.on_bad == "error" and not isinstance(encoded, LongSample))', "False",
+        '(self.on_bad == "error" and not isinstance(bad, LongSample))', "False",
         "on_bad_sample: error leaves bad rows out",
         "data/test_loader.py",
     ),
@@ -169,7 +169,7 @@ area(
     ),
     (
         "prompt-numbers-of-a-rank", "data/loaders/loader.py",
-        "[(self.rows + n, self._policy", "[(self.rows + n - first, self._policy",
+        "[(self.rows + n, self.policy", "[(self.rows + n - first, self.policy",
         "two ranks draw the same random numbers for other prompts",
         "data/test_prompts.py",
     ),

@@ -1,0 +1,129 @@
+"""Checks before the first step that each data set has a row that can be used.
+
+Rows are read in the order of training (held-out rows in the order of the file) until one can be used, so the check
+costs one row of each data set unless rows are left out. Every rank reads the same rows and comes to the same result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+
+from octavo.base.wording import count_noun
+from octavo.data.batching.collate import Place
+from octavo.data.encoding.sample import Sample
+from octavo.data.errors import BadSample, DataError, LongSample, QuotingError
+from octavo.data.loaders.eval_set import EvalSet
+from octavo.data.loaders.loader import ROWS_PER_CALL, BadRowPolicy, EncodedRows, Loader, RowEncoder
+from octavo.data.loaders.pack_loader import PackLoader
+from octavo.data.tasks.pairs import Pair
+from octavo.data.tasks.sealed import samples_of
+
+MAX_ROWS = 1000  # rows of a training set to read: if none of so many shuffled rows can be used, hardly any can
+MEASURED_ROWS = 32  # rows to measure for the length that the error suggests
+MAX_TOKENS = 1 << 22  # longest row to measure
+
+
+def check_training_rows(loader: Loader | PackLoader) -> None:
+    """Check that a training loader has a row of each data set to train on.
+
+    Raises `DataError` if none of the first :data:`MAX_ROWS` rows of a data set in its first epoch can be used, and the
+    error of a bad row with on_bad_sample: error.
+    """
+    mixture = loader.mixture
+    for number, size in enumerate(mixture.sizes):
+        order = mixture.orders[number]
+        places = ((number, order.row(0, position)) for position in range(min(size, MAX_ROWS)))
+        check_rows(loader.encoded, loader.policy, places, size)
+
+
+def check_held_out_rows(held_out: EvalSet) -> None:
+    """Check that held-out data have a row of each data set that is evaluated. Raises as `check_training_rows` does, but
+    reads all rows of a data set if necessary, as each evaluation will."""
+    remaining = held_out.rows
+    for number, source in enumerate(held_out.sources):
+        if remaining > 0:  # `EvalSet.max_rows` may leave out later data sets
+            check_rows(held_out.encoded, held_out.policy, ((number, row) for row in range(len(source))), len(source))
+        remaining -= len(source)
+
+
+def check_rows(encoded: EncodedRows, policy: BadRowPolicy, places: Iterable[Place], size: int) -> None:
+    """Check that one of these places of a data set with `size` rows has a row that can be used; if none has, list all
+    of them in the report, and raise `DataError`."""
+    remaining = iter(places)
+    left_out: list[tuple[Place, BadSample]] = []
+    # The first call has one row: usually it can be used, and encoding more would be a waste.
+    chunk = list(islice(remaining, 1))
+    while chunk:
+        for place, row in zip(chunk, encoded[chunk], strict=True):
+            if not isinstance(row, DataError):
+                return
+            left_out.append((place, policy.refuse(row)))
+        chunk = list(islice(remaining, ROWS_PER_CALL))
+    if left_out:
+        for place, bad in left_out:
+            policy.record(place, bad)
+        raise _no_usable_row(encoded, left_out, size)
+
+
+def _no_usable_row(encoded: EncodedRows, left_out: Sequence[tuple[Place, BadSample]], size: int) -> DataError:
+    """Return the error of a data set of which these rows, all that were read, are left out."""
+    (source, _), first = left_out[0]
+    rows = count_noun(len(left_out), "row")
+    which = f"its {rows}" if len(left_out) == size else f"the first {rows} that are read"
+    name = encoded.sources[source].name
+    too_long = list(_read(encoded, [place for place, bad in left_out if isinstance(bad, LongSample)]))
+    if not too_long:
+        return QuotingError(f"{name}: none of {which} can be used. Row {first.row} {first.reason}")
+    counts = Counter(bad.action for _, bad in left_out)
+    listed = ", ".join(f"{number} {action}" for action, number in counts.items())
+    problem = "fits into" if len(counts) == 1 else f"can be used ({listed}), and the dropped ones do not fit into"
+    return DataError(f"{name}: none of {which} {problem} {_advise(encoded.encoder, too_long)}")
+
+
+def _read(encoded: EncodedRows, places: Iterable[Place]) -> Iterator[object]:
+    """Yield these rows, without those that cannot be read, such as rows that were left out when they were sealed."""
+    for source, row in places:
+        with suppress(BadSample):
+            yield encoded.sources[source][row]
+
+
+def _advise(encoder: RowEncoder, rows: Sequence[object]) -> str:
+    """Return the limit that these rows exceed, the length of the shortest, and what fixes it."""
+    limit = f"train.seq_length: {encoder.seq_length + encoder.reserve}"
+    if encoder.reserve:
+        limit += f" ({encoder.reserve} of them for the answer)"
+    measured = rows[:MEASURED_ROWS]
+    shortest = _measure_shortest(encoder, measured)
+    if shortest is None:
+        fixes = ["Raise train.seq_length"]
+    else:
+        limit += f"; the shortest{f' of {len(measured)}' if len(measured) < len(rows) else ''} has "
+        limit += count_noun(shortest, "token")
+        fixes = [f"Set train.seq_length to {shortest + encoder.reserve} or more"]
+    if encoder.reserve:
+        fixes.append("lower rl.max_new_tokens")
+    if any(getattr(row, "images", ()) for row in rows):
+        fixes.append("lower data.max_pixels")
+    if "cut" not in encoder.on_long_options:
+        limit += f", and data.on_long has no cut for {encoder.rows_kind}"
+    elif encoder.on_long == "cut":
+        limit += ", and data.on_long: cut leaves no token to learn"
+    else:
+        fixes.append("data.on_long to cut, which keeps the beginning of each row")
+    return f"{limit}. {', or '.join([', '.join(fixes[:-1]), fixes[-1]] if len(fixes) > 1 else fixes)}"
+
+
+def _measure_shortest(encoder: RowEncoder, rows: Sequence[object]) -> int | None:
+    """Return the number of tokens of the shortest of these rows, or None if none has at most :data:`MAX_TOKENS`."""
+    encoder = copy.copy(encoder)
+    encoder.on_long = "drop"
+    while encoder.seq_length < MAX_TOKENS:
+        # A row far over the limit costs little, so the limit is raised until one fits: then all shorter rows fit, too.
+        encoder.seq_length *= 4
+        if fitting := [row for row in encoder.encode_all(rows) if isinstance(row, Sample | Pair)]:
+            return min(max(len(sample.input_ids) for sample in samples_of(row)) for row in fitting)
+    return None
