@@ -5,7 +5,6 @@ its linear layers in FP8 and a PEFT adapter; everything else is in the ``octavo`
 """
 
 from octavo.loading import load
-
-__version__ = "0.6.0.dev0"
+from octavo.version import __version__
 
 __all__ = ["__version__", "load"]

@@ -18,6 +18,7 @@ LEVELS: dict[str, list[set[str]]] = {
         {"fp8"},
         {"config", "arithmetic"},
         {"base"},
+        {"version"},
     ],
     "octavo.fp8": [
         {"old_names"},

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-import octavo
+from octavo import version as octavo_version
 from octavo.base import accelerator, encryption, env_vars, environment
 from octavo.config import Config
 from octavo.data.storage.cache import list_row_files
@@ -148,14 +148,14 @@ def _digest(raw: bytes) -> str:
 
 def _versions() -> dict[str, str]:
     """Return the versions of Python, of Octavo with a digest of its source, and of all optional packages."""
-    package = Path(octavo.__file__).parent
+    package = Path(octavo_version.__file__).parent
     source = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         source.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
     packages = {f"package.{name}": number for name, number in environment.versions().items()}
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "octavo": f"{octavo.__version__} (source {source.hexdigest()[:12]})",
+        "octavo": f"{octavo_version.__version__} (source {source.hexdigest()[:12]})",
         **packages,
         "package.torch": torch.__version__,
     }
