@@ -24,7 +24,9 @@ import torch
 from octavo import version as octavo_version
 from octavo.base import accelerator, encryption, env_vars, environment
 from octavo.config import Config
+from octavo.config.sections.text_types import python_name
 from octavo.data.storage.cache import list_row_files
+from octavo.data.storage.python_rows import digest_of
 from octavo.models.folder.folder import parts_of
 from octavo.train.run_dir import input_fingerprints
 
@@ -67,6 +69,9 @@ def rank_facts(cfg: Config, fingerprints: Mapping[str, str], epochs: float | Non
     missing = {key: value for key, value in paths.items() if not os.path.exists(value)}
     facts |= {key: json.dumps(_comparable_name(key, value)) for key, value in missing.items()}
     facts |= {f"file of {name}": digest[:16] for name, digest in fingerprints.items()}
+    for path in (entry.path for entry in (*cfg.data.train, *cfg.data.eval)):
+        if python_name(path) is not None:
+            facts[f"rows of {path}"] = digest_of(path).sha256[:16]
     facts |= _versions()
     facts["device"] = accelerator.default_device().type
     if cfg.run.encrypt:  # otherwise the run would fail at its first save
