@@ -17,7 +17,7 @@ from octavo import fp8
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
-    "octavo": ["load"],
+    "octavo": ["load", "run"],
     "octavo.checkpoint.trainer": ["Fp8Callback"],
     "octavo.config": ["Config", "Dataset", "load_config", "load_config_text"],
     "octavo.data": ["IGNORE", "Encoder", "read", "train_loader"],

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import octavo
+from octavo import version as octavo_version
 from octavo.base import env_vars
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def describe() -> dict[str, Any]:
             return None
 
     record: dict[str, Any] = {
-        "octavo": {"version": octavo.__version__, **(read("git", lambda: _cached(git_state)) or {})},
+        "octavo": {"version": octavo_version.__version__, **(read("git", lambda: _cached(git_state)) or {})},
         "python": platform.python_version(),
         "os": read("os", platform.platform),
         "cpu": read("cpu", _cpu),
@@ -165,7 +165,7 @@ def _parse_release(text: str) -> tuple[int, ...]:
 
 def git_state() -> dict[str, Any]:
     """Return the commit of the checkout that octavo is imported from, and whether it is dirty; {} if installed."""
-    package = Path(octavo.__file__).resolve().parent
+    package = Path(octavo_version.__file__).resolve().parent
     if not (package.parent / ".git").exists():
         return {}
     git = ["git", "-C", str(package.parent)]

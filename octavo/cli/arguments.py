@@ -9,7 +9,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from octavo.base.safe_read import printable
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
 from octavo.config.sections.names import Format, RecipeName, canonical_name
-from octavo.config.sections.text_types import is_url
+from octavo.config.sections.text_types import absent_rows_text, is_url, python_name
 from octavo.config.yaml.problems import describe_value
 
 #: command -> arguments that name its output
@@ -133,20 +133,23 @@ def _resolve_twin(cfg: Config) -> tuple[Config, list[str]]:
         return cfg, [str(error)]
 
 
-def missing_files(cfg: Config, file: str | None) -> list[str]:
-    """Return a message for each path of a configuration that does not exist, except names on the hub and URLs. Does not
-    import torch."""
+def missing_files(cfg: Config, file: str | None, in_memory: Collection[str] = ()) -> list[str]:
+    """Return a message for each path of a configuration that does not exist, except names on the hub, URLs, and rows
+    `in_memory`, which the caller has (`python:NAME`). Does not import torch."""
     model = cfg.model.path
     absent = [] if Path(model).is_dir() or hub.is_name(model) else [("model.path", model, "folder")]
     named_files = [
         (f"data.{split}.{n}", entry) for split in ("train", "eval") for n, entry in enumerate(getattr(cfg.data, split))
     ]
+    elsewhere = []
     for key, entry in named_files:
-        is_remote = hub.is_name(entry.path) or is_url(entry.path)
+        if python_name(entry.path) is not None and entry.path not in in_memory:
+            elsewhere.append(f"{key}.path: {absent_rows_text(entry.path)}")
+        is_remote = hub.is_name(entry.path) or is_url(entry.path) or python_name(entry.path) is not None
         absent += [] if Path(entry.path).exists() or is_remote else [(f"{key}.path", entry.path, "file")]
         if entry.images is not None and not Path(entry.images).is_dir():
             absent.append((f"{key}.images", entry.images, "folder"))
-    missing = [f"{key}: there is no {kind} {path}{_from_here(path, file)}" for key, path, kind in absent]
+    missing = [f"{key}: there is no {kind} {path}{_from_here(path, file)}" for key, path, kind in absent] + elsewhere
     if Path(model).is_dir() and not (Path(model) / "config.json").exists():
         missing.insert(0, f"model.path: {model} is not a model folder: {_why_no_model(Path(model))}")
     return missing

@@ -126,11 +126,16 @@ def print_result(result: Any, phase: str) -> None:
         print(f"  {name:<{width}}  {value}")
 
 
-def print_next_steps(result: Any, cfg: Config, args: argparse.Namespace) -> None:
-    """Print the written files and the next command."""
+def print_written(result: Any) -> None:
+    """Print the files and folders that a run wrote."""
     names = "hf", "adapter", "page.html", "metrics.jsonl", "proof.json"
     written = [name for name in names if (result.dir / name).exists()]
     print(f"wrote {', '.join(str(result.dir / name) for name in written)}")
+
+
+def print_next_steps(result: Any, cfg: Config, args: argparse.Namespace) -> None:
+    """Print the written files and the next command."""
+    print_written(result)
     others: list[str] = []
     if result.status == "stopped":
         command = _resume_command(result.dir, cfg, args)

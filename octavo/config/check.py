@@ -34,6 +34,8 @@ def to_config(tree: Tree) -> Config:
     problems = list(tree.problems)
     wrong_paths: list[Path] = []
     num_unlisted = 0
+    # A value that could not be read is None in the tree, which is not a second problem.
+    unread = {problem.key for problem in tree.problems}
     order = _order(tree)
     try:
         config: Config | None = Config.model_validate(tree.value, context={"rules": "later"})
@@ -41,8 +43,9 @@ def to_config(tree: Tree) -> Config:
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
         details = _without_consequences(_drop_duplicates(details), tree)
         details.sort(key=lambda detail: order(tree.place(tuple(detail["loc"]))))
-        num_unlisted = len(details[MAX_SHOWN:])
-        problems += [_problem(detail, tree) for detail in details[:MAX_SHOWN]]
+        reported = [d for d in details if d.get("input") is not None or dotted(tuple(d["loc"])) not in unread]
+        num_unlisted = len(reported[MAX_SHOWN:])
+        problems += [_problem(detail, tree) for detail in reported[:MAX_SHOWN]]
         wrong_paths = [tuple(detail["loc"]) for detail in details]
         config = None if num_unlisted else _without_wrong_values(tree.value, wrong_paths)
     if config is not None:
@@ -51,7 +54,9 @@ def to_config(tree: Tree) -> Config:
             # A key that is absent because `extends` failed is not a second problem.
             if extends_failed and finding.reason == general.ABSENT:
                 continue
-            if not any(_overlaps(path, b) for path in (finding.path, *finding.needs) for b in wrong_paths):
+            if dotted(finding.path) not in unread and not any(
+                _overlaps(path, b) for path in (finding.path, *finding.needs) for b in wrong_paths
+            ):
                 problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.reason, finding.fix))
     if problems or config is None:
         raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: order(problem.place)), num_unlisted)

@@ -1,30 +1,51 @@
-"""The three ways to load a :class:`Config`: a file, text, another configuration; all with ``key=value`` overrides."""
+"""The ways to load a :class:`Config`: a file, a mapping of Python, text, another configuration; all with ``key=value``
+overrides."""
 
 from __future__ import annotations
 
+import os
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from octavo.config.check import to_config
 from octavo.config.config import PRESETS, Config, missing_settings, whole_model_recipe, with_recipes
-from octavo.config.merge import Tree, apply_override, read_file, read_string
+from octavo.config.merge import Tree, apply_override, read_file, read_mapping, read_string
 from octavo.config.sections.names import RecipeName, canonical_name
+from octavo.config.yaml.problems import ConfigError, Place, Problem, describe_value
 
 _FP8 = tuple(name for name in typing.get_args(RecipeName) if name != "off")
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, whole: bool = False) -> Config:
-    """Read ``path`` (and the files that it extends), apply the overrides in order, and validate the result.
+def load_config(
+    source: str | Path | Mapping[str, object] | None, overrides: Sequence[str] = (), *, whole: bool = False
+) -> Config:
+    """Read ``source``, a file (with the files that it extends) or a mapping with the same keys, apply the overrides in
+    order, and validate the result.
 
-    ``path`` None: only overrides. Relative paths in a file are relative to that file, those in an override to the
-    working directory; ``run.dir`` and ``run.resume`` stay as written. ``whole`` requests FP8 in every component, even
-    if the file names some and no ``fp8.recipe``. Raises :class:`ConfigError` with every problem.
+    ``source`` None: only overrides. Relative paths in a file are relative to that file; those in a mapping or an
+    override to the working directory; ``run.dir`` and ``run.resume`` stay as written. A mapping is copied, and may hold
+    paths (`pathlib.Path`), scalars of numpy, and ``extends``. ``whole`` requests FP8 in every component, even if the
+    configuration names some and no ``fp8.recipe``. Raises :class:`ConfigError` with every problem.
     """
-    tree = Tree(str(path) if path is not None else "the command line")
-    if path is not None:
-        read_file(tree, Path(path))
-    return _load_tree(tree, overrides, whole)
+    return load_tree(read_tree(source), overrides, whole)
+
+
+def read_tree(source: str | Path | Mapping[str, object] | None) -> Tree:
+    """Return the merged values of a file or a mapping, with every problem of reading them. Raises ConfigError if
+    ``source`` is neither."""
+    if source is None:
+        return Tree("the command line")
+    if isinstance(source, Mapping):
+        tree = Tree("the configuration")
+        read_mapping(tree, source)
+        return tree
+    if not isinstance(source, str | os.PathLike):
+        reason = f"expected a path or a mapping, found {describe_value(source)} ({type(source).__name__})"
+        raise ConfigError([Problem(Place("the configuration"), "", reason, "pass a dict, or the path of a YAML file")])
+    tree = Tree(str(source))
+    read_file(tree, Path(source))
+    return tree
 
 
 def load_config_text(
@@ -33,12 +54,12 @@ def load_config_text(
     """Like :func:`load_config`, from YAML text; ``base`` is the folder of its relative paths."""
     tree = Tree(source)
     read_string(tree, text, Path(base))
-    return _load_tree(tree, overrides)
+    return load_tree(tree, overrides)
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
     """Return a copy of ``config`` with overrides applied; everything is checked again."""
-    return _load_tree(Tree("the configuration", value=plain(config)), overrides)
+    return load_tree(Tree("the configuration", value=plain(config)), overrides)
 
 
 def plain(config: Config) -> dict:
@@ -50,7 +71,8 @@ def plain(config: Config) -> dict:
     return values
 
 
-def _load_tree(tree: Tree, overrides: Sequence[str], whole: bool = False) -> Config:
+def load_tree(tree: Tree, overrides: Sequence[str] = (), whole: bool = False) -> Config:
+    """Apply the overrides to a tree, and validate it. Raises ConfigError with every problem of the tree as well."""
     for text in overrides:
         apply_override(tree, text)
     _resolve_plan_override(tree)

@@ -16,9 +16,10 @@ from typing import Any
 from octavo.base.hub import is_name, split_revision
 from octavo.base.safe_read import Unreadable, decode, read_bytes
 from octavo.base.wording import nearest
-from octavo.config.sections.text_types import is_reward_path, is_url, path_problem
+from octavo.config.sections.text_types import is_reward_path, is_url, path_problem, python_name
 from octavo.config.yaml.document import MAX_CHARACTERS, MAX_LEVELS, Document, Path, read_text, read_value
 from octavo.config.yaml.problems import Place, Problem, describe_value, dotted
+from octavo.config.yaml.python_values import read_python
 
 #: limit of files per configuration; files that extend each other in pairs are read 2, 4, 8 ... times
 MAX_FILES = 100
@@ -74,6 +75,12 @@ def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), orig
 def read_string(tree: Tree, text: str, base: FilePath) -> None:
     """Merge YAML text into ``tree``; its relative paths and ``extends`` are relative to the folder ``base``."""
     _merge_document(tree, read_text(text, tree.source), base, ())
+
+
+def read_mapping(tree: Tree, value: Mapping[str, object]) -> None:
+    """Merge a mapping of Python into ``tree``, by a copy; its relative paths and ``extends`` are relative to the
+    working directory."""
+    _merge_document(tree, read_python(value, tree.source), FilePath.cwd(), ())
 
 
 def apply_override(tree: Tree, text: str) -> None:
@@ -173,6 +180,11 @@ def _merge_document(tree: Tree, document: Document, folder: FilePath, chain: tup
     _replace_places(tree, document.places, set(_merge((), tree.value, value)))
 
 
+def _is_no_file(text: str) -> bool:
+    """Return True if the `path` of a data set is a URL, or names rows of a program."""
+    return is_url(text) or python_name(text) is not None
+
+
 def _merge(path: Path, node: dict[str, Any], value: dict[str, Any]) -> Iterator[Path]:
     """Merge ``value`` into ``node`` at ``path``; yields each path that is replaced completely."""
     for key, child in value.items():
@@ -212,7 +224,7 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
         is_path = isinstance(value, str) and is_reward_path(value)
     if path[-1:] == ("path",) and isinstance(value, str) and is_name(value, folder):
         return value  # of the Hugging Face hub
-    if path[:1] == ("data",) and path[-1:] == ("path",) and isinstance(value, str) and is_url(value):
+    if path[:1] == ("data",) and path[-1:] == ("path",) and isinstance(value, str) and _is_no_file(value):
         return value
     if is_path and isinstance(value, str) and value and not path_problem(value):
         return os.path.normpath(os.path.join(folder.absolute(), os.path.expanduser(value)))

@@ -7,6 +7,7 @@ import reprlib
 from pathlib import Path
 
 from octavo.base.safe_read import printable
+from octavo.config.sections.text_types import python_name
 
 MAX_QUOTED_CHARS = 1000  # limit of a quoted reason; an id gets a tenth of it. Values in rows may have megabytes.
 
@@ -44,7 +45,7 @@ class BadSample(DataError):
         self.file, self.row, self.reason = str(file), row, printable(_shorten(reason, MAX_QUOTED_CHARS))
         self.id = None if id is None else printable(_shorten(id, MAX_QUOTED_CHARS // 10))
         id_text = f" (id {self.id})" if id is not None else ""
-        super().__init__(f"{printable(file)}, row {row}{id_text}: {self.reason}")
+        super().__init__(f"{printable(row_place(self.file, row))}{id_text}: {self.reason}")
 
     # Exceptions pickle their args, which here are the four fields and not the finished message.
     def __reduce__(self) -> tuple[type, tuple[str, int, str, str | None]]:
@@ -53,6 +54,13 @@ class BadSample(DataError):
     def record(self) -> dict[str, str | int | None]:
         """Return the line written to `skipped.jsonl`."""
         return {"file": self.file, "row": self.row, "id": self.id, "action": self.action, "reason": self.reason}
+
+
+def row_place(file: str, row: int) -> str:
+    """Return the place of a row for a message: its file and its number, or the argument of `octavo.run` and the
+    index in it."""
+    name = python_name(file)
+    return f"{file}, row {row}" if name is None else f"{name}[{row}]"
 
 
 def _shorten(text: str, max_chars: int) -> str:

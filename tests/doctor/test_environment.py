@@ -79,7 +79,7 @@ def test_package_version_comes_from_the_module():
     """The version is defined once, so that run files, pages and the wheel agree."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "octavo.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "octavo.version.__version__"}
 
 
 def test_version_ranges_match_the_dependencies():
@@ -121,11 +121,11 @@ def test_package_problems(monkeypatch):
 
 
 def test_git_state(tmp_path, monkeypatch):
-    import octavo
+    from octavo import version
 
     package = tmp_path / "octavo"
     package.mkdir()
-    monkeypatch.setattr(octavo, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(version, "__file__", str(package / "__init__.py"))
     assert environment.git_state() == {}  # installed, not a checkout
     (package / "__init__.py").write_text("")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-import octavo
+from octavo import version
 from octavo.base import encryption, environment
 from octavo.config import Config, override, to_yaml
 from octavo.config.sections.text_types import FilePath
@@ -95,7 +95,7 @@ def test_rank_facts_differ_for_changed_files(own: Make, change: Callable[[Path],
 def test_rank_facts_differ_for_versions_rewards_and_arithmetic(own: Make, monkeypatch: pytest.MonkeyPatch):
     cfg = own()
     before = rank_facts(cfg, {"reward score": "a" * 64})
-    monkeypatch.setattr(octavo, "__version__", "0.0.1")
+    monkeypatch.setattr(version, "__version__", "0.0.1")
     monkeypatch.setattr(environment, "versions", lambda: {"transformers": "5.17", "rich": "1"})
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     after = rank_facts(cfg, {"reward score": "b" * 64})

@@ -17,7 +17,7 @@ from octavo.config.sections.foreign_words import component_of
 from octavo.config.sections.fp8 import PARTS, Component, Fp8Section, Head, Rule
 from octavo.config.sections.names import COMPONENTS, is_unsupported
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.config.sections.text_types import is_url
+from octavo.config.sections.text_types import is_url, python_name, python_path
 from octavo.config.yaml.problems import describe_value
 
 ABSENT = "required, but absent"
@@ -173,6 +173,7 @@ def _data(config: Sections) -> Iterator[Finding]:
     data = config.data
     for of, entries in (("train", data.train), ("eval", data.eval)):
         for number, entry in enumerate(entries):
+            # Which settings apply depends on where the rows come from.
             where, local = f"data.{of}.{number}", not is_name(entry.path)
             for key in ("revision", "split", "subset"):
                 if local and getattr(entry, key) is not None:
@@ -182,6 +183,8 @@ def _data(config: Sections) -> Iterator[Finding]:
             if entry.stream and is_url(entry.path):
                 reason = "files at a URL are fetched one by one, and read from the fetched copies"
                 yield finding(f"{where}.stream", reason, "remove it, and see fetch_gb", f"{where}.path")
+            if python_name(entry.path) is not None:
+                yield from _python_rows(data, entry, where, f"{of}_data")
             if of == "eval" and entry.shuffle_buffer is not None:
                 reason = "held-out rows are read in the order of their file"
                 yield finding(f"{where}.shuffle_buffer", reason, "remove it")
@@ -194,6 +197,18 @@ def _data(config: Sections) -> Iterator[Finding]:
     if config.run.eval_every and not data.eval:
         fix = "add a data set to data.eval, or use `eval_every: 0`"
         yield finding("run.eval_every", "there is nothing to evaluate on: data.eval is empty", fix, "data.eval")
+
+
+def _python_rows(data: DataSection, entry: Dataset, where: str, argument: str) -> Iterator[Finding]:
+    """Settings of the rows that a program passes as this argument of `octavo.run`, at the key `where`."""
+    path, rows = f"{where}.path", python_path(argument)
+    if entry.path != rows:
+        yield finding(path, f"there are no rows `{entry.path}`", f"write {rows}, which is {argument} of octavo.run")
+    if data.sealed:
+        reason = f"sealed rows are a folder, and {argument} of octavo.run has plain rows"
+        yield finding(path, reason, "name the folder that `octavo seal data` wrote", "data.sealed")
+    if entry.stream:
+        yield finding(f"{where}.stream", "has no effect on rows in memory", "remove it", path)
 
 
 def _phase(config: Sections) -> Iterator[Finding]:

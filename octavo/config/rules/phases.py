@@ -12,7 +12,7 @@ from octavo.config.sections.foreign_words import suggest, value_of
 from octavo.config.sections.names import Section
 from octavo.config.sections.rl import BEYOND_SFT, CRITIC_KEYS, OPTIONS, WITH_CRITIC, WITH_KL, RlSection
 from octavo.config.sections.run import RunSection
-from octavo.config.sections.text_types import is_reward_path
+from octavo.config.sections.text_types import is_reward_path, python_name
 from octavo.config.sections.train import OptimizerSection, TrainSection
 
 BUILT_IN = ("exact_match", "number", "choice", "regex", "format", "math")
@@ -67,6 +67,13 @@ def _is_set(section: Section, key: str, kind: type[Section]) -> bool:
     return bool(getattr(section, key) != kind.model_fields[key].get_default(call_default_factory=True))
 
 
+def _reward_kind(reward: str) -> str:
+    """Return the name of a built-in reward, function (of a file or a program), or model."""
+    if reward in BUILT_IN:
+        return reward
+    return "function" if ".py:" in reward or python_name(reward) is not None else "model"
+
+
 def _rl(config: Sections) -> Iterator[Finding]:
     rl = config.rl
     assert rl is not None
@@ -97,7 +104,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
             yield finding(f"rl.{name}", reason, f"remove it, or set rl.{by}", f"rl.{by}")
     for index, entry in enumerate(rl.rewards):
         where = f"rl.rewards.{index}"
-        kind = entry.reward if entry.reward in BUILT_IN else "function" if ".py:" in entry.reward else "model"
+        kind = _reward_kind(entry.reward)
         if kind in _WITH_PATTERN and entry.pattern is None:
             yield finding(where, f"{kind} needs a pattern", f"write {{reward: {kind}, pattern: ...}}")
         for name, kinds in _OPTION_KINDS.items():
@@ -106,7 +113,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
                 yield finding(f"{where}.{name}", f"has no effect on {entry.reward}", fix)
         if not entry.weight:
             yield finding(f"{where}.weight", "a reward of weight 0 has no effect", "set a weight, or remove it")
-        if entry.reward not in BUILT_IN and not is_reward_path(entry.reward):
+        if kind == "model" and not is_reward_path(entry.reward):
             fix = f"use {', '.join(BUILT_IN)}, FILE.py:FUNCTION, or the path of a folder such as ./reward_model"
             if (translated := value_of(("rl", "rewards"), entry.reward)) is not None:
                 fix = f"{suggest(*translated)} {fix}"

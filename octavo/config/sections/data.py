@@ -20,7 +20,8 @@ class Dataset(Section):
         description="JSON, JSONL, CSV, parquet or tar file (WebDataset), a folder of such files or of `datasets`; in "
         "phase pretrain also .txt and .md files or a folder of them, a document a file; "
         "relative to the configuration file; a URL (s3://bucket/folder, hf://, file://), whose files are fetched; or, "
-        "if no such path exists, a name on the Hugging Face hub, org/name.",
+        "if no such path exists, a name on the Hugging Face hub, org/name. python:train_data (in data.train) and "
+        "python:eval_data (in data.eval) are the rows that a program passes to octavo.run.",
     )
     revision: Text | None = Field(
         default=None,

@@ -29,7 +29,8 @@ class RewardSection(Section):
     reward: FilePath = Field(
         min_length=1,
         description="exact_match, number, choice, regex, format, math; a function of a Python file (rewards.py:score, "
-        "relative to the configuration file); or the folder of a reward model (sequence classification, one output).",
+        "relative to the configuration file); the folder of a reward model (sequence classification, one output); or "
+        "python:NAME, a function that a program passes to octavo.run.",
     )
     name: Text | None = Field(
         default=None,

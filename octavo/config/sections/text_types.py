@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*.")
+_PYTHON = "python:"
 
 
 def path_problem(text: str) -> str | None:
@@ -28,6 +29,25 @@ def path_problem(text: str) -> str | None:
 def is_url(text: str) -> bool:
     """Return True if a path is a URL, such as s3://bucket/folder."""
     return _URL.match(text) is not None
+
+
+def python_name(text: str) -> str | None:
+    """Return NAME of `python:NAME`, which names rows or a reward function that a program passes to `octavo.run`; None
+    for any other text."""
+    return text.removeprefix(_PYTHON) if text.startswith(_PYTHON) else None
+
+
+def python_path(name: str) -> str:
+    """Return `python:NAME`, the text for which `python_name` returns `name`."""
+    return _PYTHON + name
+
+
+def absent_rows_text(path: str) -> str:
+    """Return the sentence about rows `python:NAME` that this process does not have."""
+    return (
+        f"{path} are rows that a Python program passed to octavo.run as {python_name(path)}, and they are not in this "
+        "process; continue in that program, or name a file"
+    )
 
 
 def is_reward_path(word: str) -> bool:

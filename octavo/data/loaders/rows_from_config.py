@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from octavo.base.hub import is_name
 from octavo.base.seal_note import check_adapter, read_note
-from octavo.config.sections.text_types import is_url
+from octavo.config.sections.text_types import is_url, python_name
 from octavo.config.sections.video import VideoSection
 from octavo.data.encoding.encode import Encoder
 from octavo.data.encoding.video import DecodedVideo, FileLimits, select_frames
@@ -19,6 +19,7 @@ from octavo.data.errors import DataError, Mismatch
 from octavo.data.order import Mixture
 from octavo.data.rows.video_refs import as_video
 from octavo.data.storage.cache import Log, no_log
+from octavo.data.storage.python_rows import digest_of
 from octavo.data.storage.remote import fingerprint
 from octavo.data.tasks.concat import JoinedDocuments, is_plain_text, join
 from octavo.data.tasks.documents import DocumentEncoder
@@ -153,6 +154,7 @@ def dataset_identity(dataset: Dataset) -> str:
     """Return a text of all settings of a data set, except its path, that determine its rows."""
     origin = [dataset.revision, dataset.split, dataset.subset] if is_name(dataset.path) else []
     origin = [fingerprint(dataset.path)["sha256"]] if is_url(dataset.path) else origin
+    origin = [digest_of(dataset.path).sha256] if python_name(dataset.path) is not None else origin
     return json.dumps([dataset.columns, *origin] if origin else dataset.columns)
 
 

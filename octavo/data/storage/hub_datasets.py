@@ -65,10 +65,11 @@ def _unavailable_error(name: str, revision: str | None, split: str, subset: str 
 
 
 class DatasetRows:
-    """The rows of a `datasets.Dataset`, memory-mapped by that library. Its files are validated first, once. `folder` is
-    the cache folder with the notes of valid files, or None for the default. Raises DataError for a damaged file."""
+    """The rows of a `datasets.Dataset`, memory-mapped by that library. Its files are validated first, once. `path` is
+    its folder, its name on the hub, or `python:NAME` for rows of a program; `folder` is the cache folder with the notes
+    of valid files, or None for the default. Raises DataError for a damaged file."""
 
-    def __init__(self, path: Path, dataset: Any, folder: Path | None = None) -> None:
+    def __init__(self, path: Path | str, dataset: Any, folder: Path | None = None) -> None:
         for file in dataset.cache_files:
             validate(Path(file["filename"]), folder)
         self.path, self._dataset = path, dataset.with_format("arrow")

@@ -23,7 +23,7 @@ import torch
 from octavo.data.encoding.encode import Encoder
 from octavo.data.encoding.processor_calls import Encoding
 from octavo.data.encoding.sample import Sample
-from octavo.data.errors import BadSample, DataError
+from octavo.data.errors import BadSample, DataError, row_place
 from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS
 from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND
 from octavo.data.rows.audio_refs import AudioRef
@@ -72,12 +72,13 @@ class PromptRow:
 class PromptSample(Sample):
     """An encoded prompt: a `Sample` without labels, whose tokens end with the generation prompt. `pictures`: its image
     files, for reward functions. `number`: of the row in the data stream, the same for any number of ranks and after a
-    resume."""
+    resume. `place`: its file and row, for messages."""
 
     answer: str | list[str] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     pictures: tuple[ImageFile, ...] = ()
     number: int = -1
+    place: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +110,13 @@ class PromptEncoder(Encoder):
             why = f"has a video, which the generation engine does not support: {why}; use Qwen3-VL or InternVL"
             raise BadSample(conversation.source, conversation.row, why, conversation.id)
         sample = self._videos_as_images((yield from super().encoding(conversation, None)))
-        return PromptSample(**vars(sample), answer=row.answer, columns=row.columns, pictures=conversation.images)
+        return PromptSample(
+            **vars(sample),
+            answer=row.answer,
+            columns=row.columns,
+            pictures=conversation.images,
+            place=row_place(sample.file, sample.row),
+        )
 
     def _videos_as_images(self, sample: Sample) -> Sample:
         """Convert the videos of a sample to images, one for each frame or pair of frames."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.base.hub import is_name
-from octavo.config.sections.text_types import is_url
+from octavo.config.sections.text_types import is_url, python_name
 from octavo.data.errors import BadSample, DataError, QuotingError, quote_value
 from octavo.data.formats import json_columns
 from octavo.data.formats.arrow_rows import Rows
@@ -24,6 +24,7 @@ from octavo.data.storage.cache import Log, default_folder, no_log
 from octavo.data.storage.fetched import open_fetched
 from octavo.data.storage.hub_datasets import open_hub_dataset, stream_hub_dataset
 from octavo.data.storage.open_rows import open_rows
+from octavo.data.storage.python_rows import open_python_rows
 from octavo.data.storage.shards import Shards
 from octavo.data.tasks.documents import is_document, parse_document
 from octavo.data.tasks.pairs import parse_labelled, parse_pair, row_preference_kind
@@ -138,7 +139,9 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log)
     """Open the rows of a data set of the configuration, with renamed columns; `cache` is the folder of the cache (None:
     the default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
     rows: Rows
-    if is_name(dataset.path):
+    if python_name(dataset.path) is not None:
+        rows = open_python_rows(dataset.path)
+    elif is_name(dataset.path):
         open_hub_rows = stream_hub_dataset if dataset.stream else open_hub_dataset
         rows = open_hub_rows(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
     elif is_url(dataset.path):
@@ -171,8 +174,8 @@ def _readable_rows(rows: Rows) -> Iterator[Any]:
 
 def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = None) -> Source:
     """Open a data set of the configuration, with rows parsed as one of `KINDS`. `max_samples` takes the first rows in
-    file order; image names are relative to `images`, by default to the folder of the data file, or the data folder.
-    Raises `DataError`."""
+    file order; image names are relative to `images`, by default to the folder of the data file, or the data folder (for
+    rows of a program: the working directory). Raises `DataError`."""
     rows = open_dataset(dataset, cache)
     _check_texts(rows, kind)
     if dataset.images is not None:
@@ -187,6 +190,8 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
             raise DataError(
                 f"{images} cannot be created ({cause.strerror}); set data.cache to a folder that can be created"
             ) from cause
+    elif python_name(dataset.path) is not None:
+        images = Path.cwd()
     else:
         images = Path(rows.path) if Path(rows.path).is_dir() else Path(rows.path).parent
     if not images.is_dir():

@@ -12,7 +12,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-import octavo
+from octavo import version as octavo_version
 from octavo.report.evidence.trust_table import percent
 from octavo.report.run import completions, plots
 
@@ -49,7 +49,9 @@ def render(name: str, folder: Path = TEMPLATES, **values: Any) -> str:
     environment.filters["capitalized"] = lambda text: f"{text[:1].upper()}{text[1:]}"
     environment.filters |= {"svg": Markup, "dotted": _break_after_dots, "cut": completions.truncate}
     css = (TEMPLATES / "page.css").read_text(encoding="utf-8")
-    return environment.get_template(name).render(version=octavo.__version__, css=css, colors=plots.PALETTE, **values)
+    return environment.get_template(name).render(
+        version=octavo_version.__version__, css=css, colors=plots.PALETTE, **values
+    )
 
 
 def memory_kinds(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:

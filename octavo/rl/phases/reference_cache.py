@@ -34,6 +34,7 @@ from torch import Tensor
 
 from octavo.base import encryption, safe_read
 from octavo.base.atomic_write import write_bytes
+from octavo.data.errors import row_place
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import pair_loader
 from octavo.data.loaders.rows_from_config import Rows
@@ -93,8 +94,8 @@ class StoredReference:
             if np.isnan(total) or self.checksums[file][row, side] != checksum:
                 problem = "was skipped" if np.isnan(total) else "had other tokens or images"
                 raise TrainError(
-                    f"{file}, row {row}: {problem} when {self.file.name} was written, but is used now. Restore the "
-                    f"data, or delete {self.file} to compute it again from the model of model.path"
+                    f"{row_place(file, row)}: {problem} when {self.file.name} was written, but is used now. Restore "
+                    f"the data, or delete {self.file} to compute it again from the model of model.path"
                 )
             out[place] = total
         return out

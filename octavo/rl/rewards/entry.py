@@ -5,6 +5,7 @@
     rewards.py:score                                           a function of a file
     {reward: rewards.py:score, arguments: {bonus: 2}}          with keyword arguments of any name
     {reward: ./reward_model, load_in_fp8: rowwise}             a folder with a sequence classification model
+    {reward: "python:score", weight: 0.5}                      a function that a program passes to `octavo.run`
 
 Paths are relative to the configuration's folder.
 """
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.safe_read import printable, read_text
+from octavo.config.sections.text_types import python_name
+from octavo.rl.rewards import python_functions
 from octavo.rl.rewards.builtin import BUILTIN
 
 COMMON = ("reward", "name", "weight")
@@ -53,8 +56,9 @@ class RewardError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One reward. `kind`: builtin, function or model; `path`: the file of the function or the folder of the model;
-    `source`: the file's text, read once; `arguments`: keyword arguments of a function, settings of a model."""
+    """One reward. `kind`: builtin, function, python or model; `path`: the file of the function, folder of the model, or
+    `python:NAME`; `source`: the file's text, read once; `arguments`: keyword arguments of a function, settings of a
+    model."""
 
     name: str
     reward: str
@@ -115,25 +119,21 @@ def _entry(spec: Any, directory: Path) -> Entry:
     arguments: dict[str, Any] = {str(key): value for key, value in raw.items() if key not in COMMON}
     if reward in BUILTIN:
         return _builtin(reward, name or reward, float(weight), arguments)
+    if python_name(reward) is not None:
+        return _python_function(reward, name, float(weight), arguments)
     file, colon, function = reward.rpartition(":")
     if colon and file.endswith(".py"):
         path = (directory / file).resolve()
         if not function.isidentifier():
             raise RewardError(f"reward {reward}: {function!r} is not the name of a function; write FILE.py:FUNCTION")
-        _refuse_unknown(reward, arguments, OF_FUNCTIONS)
-        if not isinstance(arguments := arguments.get("arguments", {}), Mapping):
-            raise RewardError(f"reward {reward} has the arguments {_shown(arguments)}; expected a mapping of names")
-        if clash := sorted({"completions", "self"} & arguments.keys()):
-            raise RewardError(f"reward {reward} has the argument {clash[0]!r}, which Octavo passes; remove it")
+        arguments = _function_arguments(reward, arguments)
         if not path.exists():
             raise RewardError(
                 f"reward {_shown(reward)}: there is no file {printable(path)}; paths are relative to the folder of the "
                 "configuration, on the command line to the working directory"
             )
         source = read_text(path, RewardError, encoding="utf-8-sig")
-        return Entry(
-            name or function, reward, "function", path, float(weight), _json(reward, {**arguments}), function, source
-        )
+        return Entry(name or function, reward, "function", path, float(weight), arguments, function, source)
     path = (directory / reward).resolve()
     if not (path / "config.json").is_file():
         raise RewardError(
@@ -142,6 +142,26 @@ def _entry(spec: Any, directory: Path) -> Entry:
         )
     _refuse_unknown(reward, arguments, OF_MODELS)
     return Entry(name or path.name, reward, "model", path, float(weight), _json(reward, arguments))
+
+
+def _function_arguments(reward: str, settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the keyword arguments of a function from the settings of its entry. Raises RewardError."""
+    _refuse_unknown(reward, settings, OF_FUNCTIONS)
+    if not isinstance(arguments := settings.get("arguments", {}), Mapping):
+        raise RewardError(f"reward {reward} has the arguments {_shown(arguments)}; expected a mapping of names")
+    if clash := sorted({"completions", "self"} & arguments.keys()):
+        raise RewardError(f"reward {reward} has the argument {clash[0]!r}, which Octavo passes; remove it")
+    return _json(reward, {**arguments})
+
+
+def _python_function(reward: str, name: str | None, weight: float, settings: Mapping[str, object]) -> Entry:
+    if not python_functions.is_held(reward):
+        raise RewardError(
+            f"reward {_shown(reward)} is a function that a Python program passed to octavo.run, and it is not in this "
+            "process; continue in that program, or write FILE.py:FUNCTION"
+        )
+    arguments, source = _function_arguments(reward, settings), python_functions.source_of(reward)
+    return Entry(name or str(python_name(reward)), reward, "python", Path(reward), weight, arguments, reward, source)
 
 
 def _builtin(reward: str, name: str, weight: float, arguments: dict[str, Any]) -> Entry:
@@ -168,7 +188,7 @@ def _builtin(reward: str, name: str, weight: float, arguments: dict[str, Any]) -
     return Entry(name, reward, "builtin", _BUILTIN_FILE, weight, arguments, reward, source)
 
 
-def _refuse_unknown(reward: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+def _refuse_unknown(reward: str, arguments: Mapping[str, object], known: Sequence[str]) -> None:
     if unknown := sorted(set(arguments) - set(known)):
         takes = ", ".join(["name", "weight", *known])
         raise RewardError(f"reward {reward} has the argument {unknown[0]!r}, which it does not take; it takes {takes}")

@@ -17,6 +17,7 @@ import numpy as np
 from octavo.base import encryption
 from octavo.base.safe_read import printable
 from octavo.rl.rewards.entry import Entry, RewardError, read_entries
+from octavo.rl.rewards.python_functions import PythonFunction
 from octavo.rl.rewards.worker_client import Worker, WorkerError
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ class Rewards:
     timeout    seconds that a function may take for a batch, and again for its rows one by one if it raised
     device     device of reward models
 
-    Functions run in separate processes, one per file, which start here, persist over steps and end with the trainer
-    (`worker.py`). Raises RewardError for an entry that cannot be used, including a file without the named function.
+    Functions of files run in separate processes, one per file, which start here, persist over steps and end with the
+    trainer (`worker.py`); functions of the program run in this one (`python_functions.py`), without the time limit.
+    Raises RewardError for an entry that cannot be used, including a file without the named function.
     """
 
     def __init__(
@@ -70,13 +72,14 @@ class Rewards:
         # Workers start here, not at the first score: a file that does not load is an error before the first rollout.
         self._columns: tuple[str, ...] = ()
         self._workers: dict[Path, Worker] = {}
+        self._python: dict[str, PythonFunction] = {}
         self._ask: dict[str, Ask] = {}
         self._known: set[tuple[str, str]] = set()
         self._news: list[str] = []
         self._counts: Counter[str] = Counter()
         try:
             for entry in self.entries:
-                self._ask[entry.name] = self._model(entry, device) if entry.kind == "model" else self._function(entry)
+                self._ask[entry.name] = self._make_ask(entry, device)
             for worker in self._workers.values():
                 self._start(worker)
             self._digest = [
@@ -95,13 +98,19 @@ class Rewards:
         """Set the columns of the rows of all datasets: a function receives each of them at each call, with None for
         rows without it. Raises RewardError if a function takes a column that no row has."""
         for entry in self.entries:
-            needs = self._workers[entry.path].needs[entry.function] if entry.kind == "function" else ()
+            needs = self._needs(entry)
             if missing := [name for name in needs if name not in columns and name not in entry.arguments]:
                 raise RewardError(
                     f"reward {entry.name} ({entry.reward}) takes {', '.join(missing)}, but the columns of the rows are "
                     f"{', '.join(columns)}. Add it to the rows, name it under `arguments`, or give it a default"
                 )
         self._columns = tuple(columns)
+
+    def _needs(self, entry: Entry) -> Sequence[str]:
+        """Return the columns that a user's function cannot be called without."""
+        if entry.kind == "python":
+            return self._python[entry.reward].needs
+        return self._workers[entry.path].needs[entry.function] if entry.kind == "function" else ()
 
     def score(
         self,
@@ -167,6 +176,14 @@ class Rewards:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _make_ask(self, entry: Entry, device: str | torch.device) -> Ask:
+        if entry.kind == "model":
+            return self._model(entry, device)
+        if entry.kind != "python":
+            return self._function(entry)
+        function = self._python.setdefault(entry.reward, PythonFunction(entry.reward))
+        return lambda texts, columns: function.call(texts, columns, entry.arguments)
 
     def _function(self, entry: Entry) -> Callable[[list[str], dict[str, list[object]]], list[Any]]:
         if entry.kind == "function" and os.environ.get(encryption.VALUE):

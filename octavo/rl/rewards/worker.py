@@ -73,21 +73,21 @@ def _serve(trainer: socket.socket) -> None:
             if "source" in request:
                 path = request["path"]
                 functions = _load(path, request["source"], request["functions"])
-                needs = {name: sorted(_required_parameters(function)) for name, function in functions.items()}
+                needs = {name: sorted(required_parameters(function)) for name, function in functions.items()}
                 answer = {"needs": needs, "imported": _imported_files(os.path.dirname(path))}
             else:
-                answer = {"values": _values(functions[request["function"]], request, path)}
-        except _InvalidResult as cause:
+                answer = {"values": call_function(functions[request["function"]], request, path)}
+        except InvalidResult as cause:
             answer = {"error": str(cause)}
         # including sys.exit() in a function; the trainer notices a process that ends
         except BaseException as cause:
-            answer = {"raised": _describe(cause, path)}
+            answer = {"raised": describe_error(cause, path)}
         if os.getpid() != served_by:  # a child forked by the function returned: only the parent answers
             os._exit(0)
         trainer.sendall(json.dumps({"turn": request["turn"], **answer}).encode() + b"\n")
 
 
-class _InvalidResult(Exception):
+class InvalidResult(Exception):
     """The result of a function is unusable; the message follows the name of the function."""
 
 
@@ -113,7 +113,7 @@ def _load(path: str, source: str, names: list[str]) -> dict[str, Callable[..., A
             public = [
                 key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
             ]
-            raise _InvalidResult(f"has no function {name!r}; it has {', '.join(public) or 'none'}")
+            raise InvalidResult(f"has no function {name!r}; it has {', '.join(public) or 'none'}")
     return {name: getattr(module, name) for name in names}
 
 
@@ -132,14 +132,16 @@ def _imported_files(folder: str) -> dict[str, str]:
     return digests
 
 
-def _values(function: Callable[..., Any], request: dict[str, Any], path: str) -> list[Any]:
+def call_function(function: Callable[..., Any], request: dict[str, Any], path: str) -> list[Any]:
+    """Return a number for each completion of a request, or a text that describes the value. `path` is the function's
+    file, for the line of an error. Raises InvalidResult, and what the function raises unless it is called by row."""
     completions, columns = request["completions"], request["columns"]
     accepted = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
         columns = {name: columns[name] for name in columns if name in {parameter.name for parameter in accepted}}
-    if missing := sorted(_required_parameters(function) - {*columns, *request["arguments"]}):
+    if missing := sorted(required_parameters(function) - {*columns, *request["arguments"]}):
         have = ", ".join(sorted(request["columns"])) or "none"
-        raise _InvalidResult(f"takes {', '.join(missing)}, but the columns of the rows are {have}")
+        raise InvalidResult(f"takes {', '.join(missing)}, but the columns of the rows are {have}")
     if not request.get("by_row"):
         return _call(function, completions, columns | request["arguments"])
     values = []
@@ -147,14 +149,14 @@ def _values(function: Callable[..., Any], request: dict[str, Any], path: str) ->
         row_columns = {name: column[row : row + 1] for name, column in columns.items()}
         try:
             values += _call(function, completions[row : row + 1], row_columns | request["arguments"])
-        except _InvalidResult as cause:
+        except InvalidResult as cause:
             values.append(str(cause))
         except Exception as cause:
-            values.append(_describe(cause, path))
+            values.append(describe_error(cause, path))
     return values
 
 
-def _required_parameters(function: Callable[..., Any]) -> set[str]:
+def required_parameters(function: Callable[..., Any]) -> set[str]:
     """Return the parameters without a default, except the completions."""
     rest = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(function).parameters.values()
@@ -167,12 +169,12 @@ def _call(function: Callable[..., Any], completions: list[str], arguments: dict[
     count = len(completions)
     returned = function(completions=[*completions], **copy.deepcopy(arguments))
     if isinstance(returned, str | bytes | dict | set | frozenset) or not hasattr(returned, "__iter__"):
-        raise _InvalidResult(f"returned {_short(returned)} instead of a list of {count} numbers")
+        raise InvalidResult(f"returned {_short(returned)} instead of a list of {count} numbers")
     values = [_number(value) for value in islice(returned, count + 1)]  # a generator may be endless
     if len(values) != count:
         number = len(returned) if hasattr(returned, "__len__") else len(values)
         many = f"more than {count}" if number == count + 1 and not hasattr(returned, "__len__") else str(number)
-        raise _InvalidResult(f"returned {many} values for {count} completions")
+        raise InvalidResult(f"returned {many} values for {count} completions")
     return values
 
 
@@ -191,7 +193,7 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _describe(cause: BaseException, path: str) -> str:
+def describe_error(cause: BaseException, path: str) -> str:
     """Describe an exception with the last line of the user's file in its traceback, or return the text of a `plain`
     error.
 

@@ -111,7 +111,7 @@ def engine_prompt(sample: PromptSample) -> Prompt:
     """Convert a sample to the prompt that the generation engine takes."""
     return Prompt(
         sample.input_ids, sample.number, sample.pixel_values, sample.image_grid_thw, sample.mm_token_type_ids,
-        sample.images, f"{sample.file}, row {sample.row}", sample.extra,
+        sample.images, sample.place, sample.extra,
     )  # fmt: skip
 
 

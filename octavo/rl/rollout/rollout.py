@@ -106,7 +106,7 @@ def score_completions(
     """Score completions; returns them as a rollout. Raises RewardError."""
     group = len(completions) // max(len(prompts), 1)
     texts = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
-    where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
+    where = [prompts[c.prompt].place for c in completions]
     pictures = [prompt.pictures for prompt in prompts for _ in range(group)]
     table = rewards.score(texts, reward_columns(prompts, group), where, pictures)
     return Rollout([*prompts], [*completions], texts, table.totals.copy(), dict(table.each))

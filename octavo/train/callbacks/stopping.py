@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+from octavo.data.errors import row_place
 from octavo.data.skip_report import NOTED
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.callbacks.result import RunResult
@@ -91,7 +92,7 @@ class StopWithoutLossTokens(Callback):
             if action not in self.logged_actions and (row := report.first.get(action)):
                 self.logged_actions.add(action)
                 why = action if run.cfg.run.encrypt else row["reason"]  # the reason may quote the row
-                run.say(f"{row['file']}, row {row['row']}: {why}; it is used unchanged. All such rows are in "
+                run.say(f"{row_place(row['file'], row['row'])}: {why}; it is used unchanged. All such rows are in "
                         f"{run_dir.skipped_path(run.cfg)}")  # fmt: skip
         if progress.empty == 1:
             run.say(f"step {step.number} had no loss tokens")

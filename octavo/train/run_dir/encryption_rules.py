@@ -16,7 +16,7 @@ from octavo.base import encryption
 from octavo.base.seal_note import ONE_KEY_ONE_PURPOSE, fingerprint, read_note
 from octavo.checkpoint.run_state.files import STATE
 from octavo.config import Config
-from octavo.data.errors import BadSample
+from octavo.data.errors import BadSample, row_place
 from octavo.data.storage.cache import list_row_files
 from octavo.models.folder.folder import is_weights
 from octavo.train.errors import TrainError
@@ -83,7 +83,7 @@ def redact_data_in_errors(cfg: Config) -> Iterator[None]:
         what: str = getattr(error, "told", type(error).__name__)  # for a reward, its name
         fix = "To see it, decrypt the data and start without run.encrypt where the data may be read"
         if isinstance(error, BadSample):
-            what = f"{error.file}, row {error.row} cannot be used ({type(error).__name__})"
+            what = f"{row_place(error.file, error.row)} cannot be used ({type(error).__name__})"
             fix = (
                 f"With data.on_bad_sample: skip it is listed in {cfg.run.dir}/skipped.jsonl.aes, which octavo decrypt "
                 "reads"

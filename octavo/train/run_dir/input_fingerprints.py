@@ -11,9 +11,10 @@ from typing import Any
 
 from octavo.checkpoint import compat
 from octavo.config import Config
-from octavo.config.sections.text_types import is_url
+from octavo.config.sections.text_types import is_url, python_name
 from octavo.data.file_digests import Content, compute_digests, digest_file
 from octavo.data.storage.cache import Log, default_folder, list_row_files, no_log
+from octavo.data.storage.python_rows import digest_of
 from octavo.data.storage.remote import fingerprint, local_files
 from octavo.models.folder.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
@@ -35,7 +36,8 @@ def fingerprints(cfg: Config, log: Log = no_log) -> dict[str, dict[str, Any]]:
     Each file is {"size": bytes, "sha256": digest of the first 64 MiB, "whole": digest of the whole file}; a data folder
     has the same keys, computed over its files with rows. Digests of data files are cached
     (:mod:`octavo.data.file_digests`). Missing files are left out, because the code that reads them has better error
-    messages. Images are not included. Files at a URL are identified by their sizes and their server's metadata.
+    messages. Image files are not included. Files at a URL are identified by their sizes and their server's metadata.
+    Rows of a program (`python:NAME`) have the same keys, computed over the rows and the images in them.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
     folder = default_folder() if cfg.data.cache is None else Path(cfg.data.cache)
@@ -45,6 +47,10 @@ def fingerprints(cfg: Config, log: Log = no_log) -> dict[str, dict[str, Any]]:
         of_data[url] = fingerprint(url)
         if files := local_files(url):
             of_data[url]["whole"] = _digest([content.sha256 for content in compute_digests(files, folder, log)])
+    for path in paths:
+        if python_name(path) is not None:
+            rows = digest_of(path)
+            of_data[path] = {"size": rows.size, "sha256": rows.sha256, "whole": rows.sha256}
     return {"data": of_data, "model": folder_fingerprints(Path(cfg.model.path))}
 
 
@@ -97,9 +103,11 @@ def _check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Pa
     changed = [path for path, value in saved.items() if path in now and compat.fingerprints_differ(now[path], value)]
     if changed:
         sizes = "; ".join(f"{path} had {saved[path]['size']} bytes, has {now[path]['size']} now" for path in changed)
+        of_program = all(python_name(path) is not None for path in changed)
+        restore = "pass the rows of that time" if of_program else "restore the previous files"
         raise TrainError(
             f"{where} was made with different data: {sizes}, and the contents differ. A resumed run must read the same "
-            "rows in the same order; restore the previous files, or start a new run in another run.dir"
+            f"rows in the same order; {restore}, or start a new run in another run.dir"
         )
 
 

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
-import octavo
+from octavo import version as octavo_version
 from octavo.base import accelerator, encryption, env_vars, environment
 from octavo.config import Config
+from octavo.config.sections.text_types import python_name
 from octavo.data.storage.cache import list_row_files
+from octavo.data.storage.python_rows import digest_of
 from octavo.models.folder.folder import parts_of
 from octavo.train.run_dir import input_fingerprints
 
@@ -67,6 +69,9 @@ def rank_facts(cfg: Config, fingerprints: Mapping[str, str], epochs: float | Non
     missing = {key: value for key, value in paths.items() if not os.path.exists(value)}
     facts |= {key: json.dumps(_comparable_name(key, value)) for key, value in missing.items()}
     facts |= {f"file of {name}": digest[:16] for name, digest in fingerprints.items()}
+    for path in (entry.path for entry in (*cfg.data.train, *cfg.data.eval)):
+        if python_name(path) is not None:
+            facts[f"rows of {path}"] = digest_of(path).sha256[:16]
     facts |= _versions()
     facts["device"] = accelerator.default_device().type
     if cfg.run.encrypt:  # otherwise the run would fail at its first save
@@ -148,14 +153,14 @@ def _digest(raw: bytes) -> str:
 
 def _versions() -> dict[str, str]:
     """Return the versions of Python, of Octavo with a digest of its source, and of all optional packages."""
-    package = Path(octavo.__file__).parent
+    package = Path(octavo_version.__file__).parent
     source = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         source.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
     packages = {f"package.{name}": number for name, number in environment.versions().items()}
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "octavo": f"{octavo.__version__} (source {source.hexdigest()[:12]})",
+        "octavo": f"{octavo_version.__version__} (source {source.hexdigest()[:12]})",
         **packages,
         "package.torch": torch.__version__,
     }
