@@ -34,6 +34,11 @@ class Run:
     factors: tuple[str, ...] = ()
 
     @property
+    def steps(self) -> int:
+        """The number of steps that this run trains itself."""
+        return self.cfg.train.total_steps - self.begins
+
+    @property
     def may_fail(self) -> bool:
         """Whether the trial continues if this run fails; a failure in high precision ends the trial."""
         return self.kind in ("fp8", "saving", "seed", "cell") or (self.kind == "fork" and bool(self.of))

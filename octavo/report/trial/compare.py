@@ -39,6 +39,7 @@ from octavo.report.trial.judge import Verdict, judge
 from octavo.report.trial.reuse import check_same_files, delete_trial, read_finished
 
 if TYPE_CHECKING:
+    from octavo.report.run.trial_watcher import TrialWatcher
     from octavo.report.trial.report_page import Interview
 
 DEFAULT_FORKS = 3  # in each precision, where losses decide
@@ -200,17 +201,26 @@ def _train_runs(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> lis
     unfinished = [run for run in runs if read_finished(run) is None]
     in_processes = bool(unfinished) and nproc > 1 or jobs > 1 and len(unfinished) > 1
     failures: dict[str, str] = {}
+    watcher: TrialWatcher | None = None
     if in_processes:
         from octavo.report.trial.parallel_runs import train_together
 
         failures = train_together(unfinished, jobs, console, nproc)
-    for number, run in enumerate(runs, 1):
+    elif unfinished:
+        from octavo.report.run.trial_watcher import TrialWatcher
+
+        watcher = TrialWatcher(runs, {number for number, run in enumerate(runs) if run not in unfinished})
+    for number, run in enumerate(runs):
         record = None
         if run.name in failures:
             record = read_failed_run(run.cfg.run.dir, failures[run.name])
         elif in_processes and run in unfinished:
             record = read(run.cfg.run.dir)
-        records.append((run, record or _train_or_read(run, f"{number}/{len(runs)} {run.label}", console)))
+        elif watcher is not None:
+            watcher.watch(number)
+        records.append((run, record or _train_or_read(run, f"{number + 1}/{len(runs)} {run.label}", console, watcher)))
+        if watcher is not None:
+            watcher.ended.add(number)
     return records
 
 
@@ -250,7 +260,7 @@ def _plan_run(run: Run, fresh: bool) -> list[Any]:
     return [planning.RunPlan(run.cfg, *planning.plan_for(run.cfg))]
 
 
-def _train_or_read(run: Run, label: str, console: Any) -> RunRecord:
+def _train_or_read(run: Run, label: str, console: Any, watcher: TrialWatcher | None) -> RunRecord:
     """Train a run, or read its record if it is finished."""
     record = read_finished(run)
     if record is not None:
@@ -263,7 +273,8 @@ def _train_or_read(run: Run, label: str, console: Any) -> RunRecord:
     _reset_peak_memory()
     failure = ""
     try:
-        result = rl.run(run.cfg, console=console, label=label, describe_plan=lambda planned: (), watchers=[Page()])
+        watchers = [Page(), *([watcher] if watcher is not None else [])]
+        result = rl.run(run.cfg, console=console, label=label, describe_plan=lambda planned: (), watchers=watchers)
     except (train.TrainError, ProofError) as error:
         if not run.may_fail:
             raise
