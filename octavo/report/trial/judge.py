@@ -210,7 +210,11 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     by_kind = {
         kind: [(run, record) for run, record in runs if run.kind == kind] for kind in ("reference", "noise", "fp8")
     }
-    needed = [kind for kind in by_kind if kind != "noise" or trial_claims.SEEDS in (trial.claims or CLAIMS)]
+    needed = [
+        kind
+        for kind in by_kind
+        if kind != "noise" or trial_claims.SEEDS in (trial.claims or trial_claims.DEFAULT_CLAIMS)
+    ]
     if missing := [kind for kind in needed if not by_kind[kind]]:
         raise ReportError(f"a verdict needs the runs {', '.join(needed)}; missing: {', '.join(missing)}")
     ref_run, ref = by_kind["reference"][0]
