@@ -70,7 +70,7 @@ class Verdict:
         if self.status == FAIL and worst in self.claims:
             return f"{run['label']} is worse than {dtype}: {what}"
         if self.status == WARN and worst in self.claims:
-            return f"{run['label']} is better than {dtype} by more than the margin: {what}"
+            return f"{run['label']} beats {dtype} beyond the margin: {what}"
         return f"{worst.run}: {what}" if worst is not None and what else f"{run['label']}: no claim was tested"
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -129,36 +129,35 @@ def draw_plots(records: Records, directory: Path, claims: Sequence[Check] = ()) 
     fp8 = [(run, record) for run, record in records if run.kind == "fp8"]
     drawings, images = {}, []
 
-    def keep(name: str, figure: Any) -> None:
+    def keep(name: str, draw: Callable[..., Any], *figures: Any) -> None:
         images.append(directory / f"{name}.png")
-        drawings[name] = plots.save(figure, images[-1])
+        drawings[name] = plots.save(lambda width: draw(*figures, width=width), images[-1])
 
     with matplotlib.rc_context(plots.STYLE):
         effects = [check for check in claims if check.name in factorial_cells.EFFECTS]
         claims = [check for check in claims if check.name not in factorial_cells.EFFECTS]
         if any(claim.low is not None and claim.margin for claim in claims):
-            keep("claims", plots.claims_figure(claims))
+            images.append(directory / "claims.png")  # the page draws claims itself
+            images[-1].write_bytes(plots.png(plots.claims_figure(claims)))
         if any(effect.low is not None for effect in effects):
-            keep("effects", plots.effects_figure(effects))
-        if (panels := rl_claims.PANELS.get(fp8[0][0].cfg.train.phase)) is not None:
+            keep("effects", plots.effects_figure, effects)
+        if all(record.steps.size < 2 for _, record in records):
+            pass  # a single step is no curve: the tables have its figures
+        elif (panels := rl_claims.PANELS.get(fp8[0][0].cfg.train.phase)) is not None:
             pairs = rl_plots.pair_sides(records)
-            keep(
-                "learning",
-                rl_plots.learning_figure(
-                    [*rl_plots.unpaired_sides(records), *(fp8_side for fp8_side, _ in pairs), pairs[0][1]], panels
-                ),
-            )
-            keep("gap", rl_plots.reward_gap_figure(pairs, panels[0]))
+            sides = [*rl_plots.unpaired_sides(records), *(fp8_side for fp8_side, _ in pairs), pairs[0][1]]
+            keep("learning", rl_plots.learning_figure, sides, panels)
+            keep("gap", rl_plots.reward_gap_figure, pairs, panels[0])
         else:
             curves = loss_curves(records)
-            keep("loss", plots.loss_figure(curves))
+            keep("loss", plots.loss_figure, curves)
             if any(curve.kind == "noise" for curve in curves):
-                keep("gap", plots.gap_figure(curves, LOSS_MARGIN))
+                keep("gap", plots.gap_figure, curves, LOSS_MARGIN)
         for run, record in fp8:
             if record.health:
                 name = "health" if len(fp8) == 1 else f"health-{run.name}"
                 components = {row["name"]: row.get("component") or "" for row in record.plan.get("rows", ())}
-                keep(name, plots.health_figure(record.health, components, run.label))
+                keep(name, plots.health_figure, record.health, components, run.label)
         # From the bottom: high precision, FP8 with one more saving each, and FP8 with everything on.
         bars = [
             (run.label, record.memory)
@@ -168,9 +167,8 @@ def draw_plots(records: Records, directory: Path, claims: Sequence[Check] = ()) 
         if bars:
             kinds = memory_kinds(bars)
             most = max(sum(memory.get(kind, 0) for kind in kinds) for _, memory in bars)
-            keep(
-                "memory", plots.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, choose_unit(most))
-            )
+            words = {kind: KINDS.get(kind, kind) for kind in kinds}
+            keep("memory", plots.memory_figure, bars, words, choose_unit(most))
     return drawings, images
 
 
