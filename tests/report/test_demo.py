@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,13 @@ def test_power_is_printed_without_training(words: list[str], task: DemoTask, cla
     assert main(["demo", *words, "--power", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["margin"] == task.power().margin and data["pass_probability"] >= 0.99
+
+
+@pytest.mark.parametrize("words", [[], ["--real"]])
+def test_power_does_not_import_torch(words: list[str]) -> None:
+    run = f"from octavo.cli.main import main; main(['demo', *{words}, '--power'])"
+    code = f"import sys; {run}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_power_refuses_options_of_a_run(capsys) -> None:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import Config
 from octavo.report.demo.power import DemoPower
 from octavo.report.evidence.trust_table import Check
-from octavo.report.trial.report_page import Interview
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from rich.console import Console
+
+    from octavo.report.trial.report_page import Interview
 
 RunData = Mapping[str, Any]  # what a verdict has about a run
 
@@ -49,6 +50,8 @@ class DemoAnswers:
 
     def to_interview(self, label: str) -> Interview:
         """Return what the page of the trial shows; ``label``: of the run that answered."""
+        from octavo.report.trial.report_page import Interview  # it imports torch, which --power does not need
+
         picture = ""
         if self.image is not None:
             out = io.BytesIO()
