@@ -187,6 +187,15 @@ def test_hybrid_uses_e5m2_threshold_for_dy(trial) -> None:
     assert judge(records_of(trial(tables={1: table}))).status == "warn"
 
 
+def test_gradients_in_e5m2_miss_no_e4m3_operand(trial) -> None:
+    only_dy = {name: {"dy": figures["dy"], "nan_codes": 0} for name, figures in health().items()}
+    records = records_of(trial(tables={1: only_dy}, plan_json=plan(fmt="hybrid")))
+    names = [check.name for check in judge(records).checks]
+    assert "sqnr_e5m2" in names and "sqnr_e4m3" not in names
+    without = records_of(trial(tables={}))
+    assert any(check.name == "sqnr_e4m3" and check.status == "warn" for check in judge(without).checks)
+
+
 def test_runs_with_different_log_steps_are_matched_by_step(trial) -> None:
     """A run with log_every=10 also writes its health steps: the gap must not shift by them."""
     records = records_of(trial())
