@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN    := .venv/bin
 JOBS   ?= 2
 DEMO   ?=
+# pip shows its progress at a terminal only. Make sets MAKE_TERMOUT since version 4.1; older ones stay quiet.
+QUIET   = $(if $(MAKE_TERMOUT),,--quiet)
 # If it is set, every process recompiles the package, and pytest rewrites 45,000 lines of tests at each start.
 unexport PYTHONDONTWRITEBYTECODE
 # make gpu only needs torch, triton, transformers, pytest, hypothesis and numpy
@@ -25,9 +27,10 @@ help:             ## show this list
 install: .venv/.installed  ## build .venv with everything that demo and tests need
 
 .venv/.installed: pyproject.toml tests/constraints.txt
+	@echo "Installing Octavo, PyTorch and what tests need into .venv (90 seconds and the downloads) ..."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint tests/constraints.txt
+	$(BIN)/python -m pip install $(QUIET) --upgrade pip
+	$(BIN)/python -m pip install $(QUIET) --editable '.[dev]' --constraint tests/constraints.txt
 	@touch $@
 
 demo: install     ## train on real handwriting in high precision and FP8, compare them, write demo/report/report.html
@@ -55,7 +58,7 @@ test-rare: install ## long tests of what hardly changes: memory peaks of large m
 test-oldest: install ## some tests, and each family's loss, with the lowest versions in pyproject.toml (torch from tests/constraints.txt, or TORCH=2.11.0)
 	$(PYTHON) -m venv --clear build/oldest
 	$(BIN)/python tests/oldest.py $(TORCH) > build/oldest/lowest.txt
-	build/oldest/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r build/oldest/lowest.txt
+	build/oldest/bin/python -m pip install $(QUIET) --no-compile --disable-pip-version-check -r build/oldest/lowest.txt
 	build/oldest/bin/python -m pytest -q -p no:cacheprovider -m "not long and not gpu" $(OLDEST_TESTS)
 	$(if $(TORCH),,$(BIN)/python -m tests.family_losses write build/oldest/losses)
 	$(if $(TORCH),,build/oldest/bin/python -m tests.family_losses compare build/oldest/losses)
@@ -67,7 +70,7 @@ build/server/.installed: tests/server/requirements.txt
 	@$(PYTHON) tests/server/pin.py check
 	rm -rf build/server
 	$(PYTHON) -m venv build/server
-	build/server/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary :all: -r $<
+	build/server/bin/python -m pip install $(QUIET) --disable-pip-version-check --require-hashes --no-deps --only-binary :all: -r $<
 	@touch $@
 
 test-server: install server  ## load models in vLLM and compare, after make real (SHORT=1: the part in .ci/run; OUT=FILE: a record)

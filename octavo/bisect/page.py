@@ -47,8 +47,10 @@ def write(answer: Answer, directory: Path) -> Path:
     drawings = []
     with matplotlib.rc_context(plots.STYLE):
         if len(curves) > 1:
-            drawings.append(plots.save(plots.loss_figure(curves), directory / "loss.png"))
-            drawings.append(plots.save(plots.gap_figure(curves, answer.bar), directory / "gap.png"))
+            drawings.append(plots.save(lambda width: plots.loss_figure(curves, width), directory / "loss.png"))
+            drawings.append(
+                plots.save(lambda width: plots.gap_figure(curves, answer.bar, width), directory / "gap.png")
+            )
     page = directory / "bisect.html"
     text = page_parts.render(
         "bisect.html.jinja",

@@ -1,8 +1,9 @@
-"""Trains, compares and queries a tiny model on handwritten digits, in a few minutes on a laptop.
+"""Trains, compares and queries a model in high precision and in FP8, in a few minutes on a laptop.
 
 Creates the digits dataset and a tiny Qwen3-VL, trains it in high precision and in FP8, judges held-out accuracy, writes
-the report, and asks the FP8 model about a held-out image. Finished runs in DIR are reused. Exit code: 0; 1 if the
-verdict is fail, 3 if it is undecided.
+the report, and asks the FP8 model about a held-out image. With --real it trains adapters of SmolLM2-135M, with its
+pretrained weights, and judges held-out loss; `make real` writes that model. Finished runs in DIR are reused. Exit code:
+0; 1 if the verdict is fail, 3 if it is undecided.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ import argparse
 
 from octavo.cli import arguments, compare, terminal
 
-_RUN = {"dir": "demo", "steps": 500, "seed": 0, "fresh": False}  # defaults of options that --power has no use for
+_RUN = {"dir": None, "steps": None, "seed": 0, "fresh": False}  # defaults of options that --power has no use for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", metavar="DIR", help="output folder (default: demo)")
-    parser.add_argument("--steps", type=arguments.positive, metavar="N", help="number of training steps (default 500)")
+    parser.add_argument("--real", action="store_true", help="train LoRA on SmolLM2-135M in build/smollm2 (make real)")
+    parser.add_argument("--dir", metavar="DIR", help="output folder (default: demo, or demo-real with --real)")
+    parser.add_argument(
+        "--steps",
+        type=arguments.positive,
+        metavar="N",
+        help="number of training steps (default 500, or 20 with --real)",
+    )
     parser.add_argument("--seed", type=arguments.natural, metavar="N", help="of weights and data (default 0)")
     parser.add_argument("--fresh", action="store_true", help="retrain all runs")
     parser.add_argument("--power", action="store_true", help="print what the demo can decide, and train nothing")
@@ -27,12 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     # with --json, stdout carries only the verdict, and progress goes to stderr
     console = terminal.console(stderr=args.json)
+    from octavo.report.demo.handwriting import HANDWRITING
+    from octavo.report.demo.pretrained import PRETRAINED
+
+    task = PRETRAINED if args.real else HANDWRITING
     if args.power:
         if ignored := [f"--{name}" for name, default in _RUN.items() if getattr(args, name) != default]:
             raise arguments.UsageError(f"{', '.join(ignored)}: --power trains nothing; leave out one of them")
-        from octavo.report.demo.power import read
-
-        power = read()
+        power = task.power()
         if args.json:
             terminal.show_json(power.to_json())
         else:
@@ -41,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from octavo.report.demo import demo
 
-    verdict = demo.run(args.dir, args.steps, fresh=args.fresh, console=console, seed=args.seed)
+    directory, steps = args.dir or task.directory, args.steps or task.steps
+    verdict = demo.run(directory, steps, fresh=args.fresh, console=console, seed=args.seed, task=task)
     if args.json:
         terminal.show_json(compare.summary(verdict))
     return demo.exit_code(verdict)

@@ -396,7 +396,7 @@ def test_compare_arguments_exist_in_the_report():
     assert {"cfg", "recipes", "directory", "console", "fresh", "forks", "savings", "describe_plan", "factorial"} <= set(
         inspect.signature(report.compare).parameters
     )
-    assert {"directory", "steps", "fresh", "console"} <= set(inspect.signature(demo.run).parameters)
+    assert {"directory", "steps", "fresh", "console", "task"} <= set(inspect.signature(demo.run).parameters)
 
 
 def test_demo_passes_arguments(monkeypatch, capsys):

@@ -254,3 +254,45 @@ def test_model_that_was_already_accurate_is_undecided(cfg, tmp_path: Path) -> No
     verdict = judge([(run, read_finished(run)) for run in runs], Trial(found))
     assert verdict.claims[0].status == UNDECIDED
     assert "the model before training answers as well" in verdict.claims[0].sentence
+
+
+# --- the held-out loss of the trained models, judged only where a trial names this claim ------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drift", "changes", "status", "sentence"),
+    [
+        (0.002, {}, PASS, "0.0508 nats a token, high precision 0.0507, before training 1.5208"),
+        (0.02, {}, FAIL, "FP8 made this training worse"),
+        (-0.02, {}, WARN, "better than high precision by more than the margin"),
+        (0.002, {"learns": False}, UNDECIDED, "learned nothing, judging by held-out data"),
+        (0.002, {"gemms": 0}, FAIL, "used no FP8 GEMM"),
+        (0.002, {"gemms": 0, "fwd": "bf16"}, PASS, "nats a token"),  # a forward in high precision has no FP8 GEMM
+        (0.002, {"questions": False}, UNDECIDED, "set data.eval"),
+    ],
+)
+def test_held_out_loss_is_judged_by_its_own_margin(
+    cfg: Any, tmp_path: Path, drift: float, changes: dict[str, Any], status: str, sentence: str
+) -> None:
+    runs = make_runs(cfg, ["blockwise"], tmp_path / "trial", claims=("loss_held_out",))
+    assert [run.kind for run in runs] == ["reference", "fp8"], "no run with another seed, no fork"
+    planned = plan()
+    for row in planned["rows"]:
+        row["recipe"] = row["recipe"] and {**row["recipe"], "fwd": changes.get("fwd", "fp8")}
+    for run in runs:
+        extra = {"tables": {1: health()}, "plan_json": planned, "proof": GOOD_PROOF} if "fp8" in run.name else {}
+        write_run(Path(run.cfg.run.dir), losses(100), config=to_yaml(run.cfg), **extra)
+    found = held(runs, drift=drift, before=3.0 if changes.get("learns", True) else 0.1)
+    name = runs[1].name
+    found.runs[name] = replace(found.runs[name], gemms=changes.get("gemms", 30))
+    questions = found if changes.get("questions", True) else None
+    trial = Trial(questions, claims=("loss_held_out",), loss_margin=0.01)
+    verdict = judge([(run, read_finished(run)) for run in runs], trial)
+    (claim,) = verdict.claims
+    assert (claim.name, claim.status) == ("loss_held_out", status) and sentence in claim.sentence
+    assert claim.margin in (0.01, None) and len(verdict.headline.split()) <= 12
+
+
+def test_held_out_loss_is_no_default_claim(verdict_of) -> None:
+    _, told = verdict_of(drift=0.02)
+    assert "loss_held_out" not in told

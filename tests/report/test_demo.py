@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from PIL import Image
 
 from octavo.cli.main import main
 from octavo.report import ReportError
-from octavo.report.demo import demo, power
-from octavo.report.demo.demo import Answer, DemoAnswers
+from octavo.report.demo import demo, handwriting, power
+from octavo.report.demo.handwriting import HANDWRITING
+from octavo.report.demo.pretrained import PRETRAINED
+from octavo.report.demo.task import Answer, DemoAnswers, DemoTask
 from octavo.report.evidence.trust_table import Check
 from octavo.report.trial.judge import Verdict
 
@@ -28,15 +32,15 @@ def image() -> Image.Image:
 
 @pytest.fixture
 def interview(image: Image.Image) -> DemoAnswers:
-    return DemoAnswers(image, (Answer("First?", "7", "7"), Answer("Second?", "", "1")), gemms=168)
+    return DemoAnswers("Asked", (Answer("First?", "7", "7"), Answer("Second?", "", "1")), 168, image)
 
 
 def test_embedded_configuration_uses_paths_of_the_folder(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("octavo.data.builtin.digits.write", lambda directory, **_: None)
     monkeypatch.setattr("octavo.models.tiny.tiny.write", lambda *_, **__: None)
-    monkeypatch.setattr(demo, "_tokenizer_texts", lambda file: [])
+    monkeypatch.setattr(handwriting, "tokenizer_texts", lambda file: [])
     cfg = demo.write_inputs(tmp_path / "demo", steps=40, console=None)
-    assert cfg.train.steps == 40 and cfg.fp8.recipe == demo.RECIPE
+    assert cfg.train.steps == 40 and cfg.fp8.recipe == HANDWRITING.recipe
     assert cfg.model.path == str(tmp_path / "demo" / "model"), "paths are those of the folder, not of the package"
     assert cfg.data.eval[0].path == str(tmp_path / "demo" / "digits" / "test.json")
 
@@ -51,7 +55,7 @@ def test_changed_configuration_is_kept(tmp_path: Path, monkeypatch) -> None:
 def test_tokenizer_texts_come_from_conversations(tmp_path: Path) -> None:
     row = {"conversations": [{"from": "human", "value": "<image>First?"}, {"from": "gpt", "value": "7"}]}
     (tmp_path / "train.json").write_text(json.dumps([row]))
-    assert demo._tokenizer_texts(tmp_path / "train.json") == ["First?", "7"]
+    assert handwriting.tokenizer_texts(tmp_path / "train.json") == ["First?", "7"]
 
 
 @pytest.mark.parametrize("steps", [0, -1])
@@ -75,7 +79,7 @@ def test_questions_follow_earlier_answers_of_the_model(tmp_path: Path, monkeypat
     (tmp_path / "test.json").write_text(json.dumps([{"image": "a.png", "conversations": messages}]))
     monkeypatch.setattr("octavo.generation.answers", answers)
     monkeypatch.setattr("octavo.train.load_run", lambda run: (None, None, None))
-    found = demo.ask_model(tmp_path, tmp_path / "test.json", 0)
+    found = handwriting.ask_model(tmp_path, tmp_path / "test.json", 0)
     assert [(a.question, a.answer, a.truth, a.right) for a in found.answers] == [
         ("First?", "1", "1", True),
         ("Second?", "2", "9", False),
@@ -139,44 +143,63 @@ def test_failed_check_comes_before_a_claim_that_passes(interview: DemoAnswers, t
 
 def test_verdict_without_an_interval_has_no_figures(interview: DemoAnswers, tmp_path: Path) -> None:
     lines = demo.summary(verdict("undecided", eval=False), interview, tmp_path, 1.0)
-    assert lines[0] == "UNDECIDED: accuracy is not decided: so it is"
+    assert lines[0] == "UNDECIDED: held-out accuracy is not decided: so it is"
 
 
 def test_answers_are_saved_as_a_picture(interview: DemoAnswers, tmp_path: Path) -> None:
-    demo.save_figure(interview, tmp_path / "answer.png")
+    handwriting.save_figure(interview, tmp_path / "answer.png")
     assert Image.open(tmp_path / "answer.png").size[0] > 800
 
 
 # --- what the demo can decide -----------------------------------------------------------------------------------------
 
 
-def test_recorded_seeds_pass_with_the_stated_probability() -> None:
-    """From the rows: lower ends of intervals, moved to no difference, and lower ends that scatter as they do."""
-    recorded = power.read()
-    assert len(recorded.results) >= 6 and recorded.pass_probability() >= 0.995
-    rows = json.loads((Path(power.__file__).parent / power.FILE).read_text())["rows"]
-    mean = np.mean([row["fp8"] - row["high"] for row in rows])
-    ends = np.array([row["lower"] for row in rows]) - mean
-    assert (ends >= -recorded.margin).all(), "each recorded seed would pass"
+@pytest.mark.parametrize(("task", "aim", "seeds"), [(HANDWRITING, 0.995, 6), (PRETRAINED, 0.99, 3)])
+def test_recorded_seeds_pass_with_the_stated_probability(task: DemoTask, aim: float, seeds: int) -> None:
+    """From the rows: worse ends of intervals, moved to no difference, and worse ends that scatter as they do."""
+    recorded = task.power()
+    assert len(recorded.results) >= seeds and recorded.pass_probability() >= aim
+    rows = json.loads((Path(power.__file__).parent / recorded.file).read_text())["rows"]
+    if task is PRETRAINED:
+        mean = np.mean([row["fp8"] / row["high"] - 1 for row in rows])
+        ends = np.array([row["upper"] for row in rows]) - mean
+    else:
+        mean = np.mean([row["high"] - row["fp8"] for row in rows])
+        ends = -np.array([row["lower"] for row in rows]) - mean
+    assert (ends <= recorded.margin).all(), "each recorded seed would pass"
     drawn = np.random.default_rng(0).normal(ends.mean(), ends.std(ddof=1), 400_000)
-    assert (drawn >= -recorded.margin).mean() == pytest.approx(recorded.pass_probability(), abs=5e-4)
+    assert (drawn <= recorded.margin).mean() == pytest.approx(recorded.pass_probability(), abs=5e-4)
     # A seed that is drawn with the others from an unknown spread: Student's prediction.
     sets = np.random.default_rng(1).normal(size=(200_000, len(rows) + 1))
     past, new = sets[:, :-1], sets[:, -1]
-    quotient = (recorded.margin - recorded.below) / recorded.spread
-    passed = new >= past.mean(1) - quotient * past.std(1, ddof=1)
+    quotient = (recorded.margin - recorded.reach) / recorded.spread
+    passed = new <= past.mean(1) + quotient * past.std(1, ddof=1)
     assert passed.mean() == pytest.approx(recorded.careful_probability, abs=3e-3)
     assert recorded.careful_probability < recorded.pass_probability()
-    assert recorded.pass_probability(-recorded.margin) < 0.1 and recorded.smallest_failing > recorded.margin
+    assert recorded.pass_probability(recorded.margin) < 0.1 and recorded.smallest_failing > recorded.margin
 
 
-def test_power_is_printed_without_training(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--power"]) == 0
+@pytest.mark.parametrize(
+    ("words", "task", "claim"),
+    [
+        ([], HANDWRITING, "Claim: held-out accuracy of FP8 is at most 3.2 points below"),
+        (["--real"], PRETRAINED, f"Claim: held-out loss of FP8 is at most {100 * PRETRAINED.power().margin:g} % above"),
+    ],
+)
+def test_power_is_printed_without_training(words: list[str], task: DemoTask, claim: str, capsys: Any) -> None:
+    assert main(["demo", *words, "--power"]) == 0
     printed = capsys.readouterr().out
-    assert "Claim: held-out accuracy" in printed and "seeds.json" in printed and "It fails if FP8 answers" in printed
-    assert main(["demo", "--power", "--json"]) == 0
+    assert claim in printed and task.power().file in printed and "It fails if FP8" in printed
+    assert main(["demo", *words, "--power", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["margin"] == power.MARGIN and data["pass_probability"] >= 0.995
+    assert data["margin"] == task.power().margin and data["pass_probability"] >= 0.99
+
+
+@pytest.mark.parametrize("words", [[], ["--real"]])
+def test_power_does_not_import_torch(words: list[str]) -> None:
+    run = f"from octavo.cli.main import main; main(['demo', *{words}, '--power'])"
+    code = f"import sys; {run}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_power_refuses_options_of_a_run(capsys) -> None:
@@ -185,10 +208,10 @@ def test_power_refuses_options_of_a_run(capsys) -> None:
 
 
 def test_lab_page_has_these_figures() -> None:
-    page, recorded = (ROOT / "docs/lab/demo.md").read_text(), power.read()
+    page, recorded = (ROOT / "docs/lab/demo.md").read_text(), HANDWRITING.power()
     for figure in (
         f"scatter by {100 * recorded.spread:.2f} points",
-        f"reach {100 * recorded.below:.2f} points below",
+        f"reach {100 * recorded.reach:.2f} points below",
         f"with probability {recorded.shown_probability} by that",
         f"with {100 * recorded.careful_probability:.1f} % if",
         f"margin of {100 * recorded.margin:g} points",

@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 import octavo
-from octavo.base.wording import format_time
 from octavo.report import ReportError, compare
 from octavo.report.trial import parallel_runs
 from octavo.report.trial.runs import make_runs
@@ -77,20 +76,6 @@ def test_progress_counts_recorded_steps(cfg, tmp_path: Path) -> None:
     with parallel_runs._Progress(runs, Console(file=out, width=200)):
         pass
     assert f"0 of 3 runs done | high precision 2/{cfg.train.steps}\n" in out.getvalue()
-
-
-def test_time_left_is_of_all_runs_each_at_its_own_speed() -> None:
-    left = parallel_runs._TimeLeft([100, 100, 50], jobs=2)
-    assert left.update([0, 0, 0], 0.0) is None and left.update([1, 1, 0], 10.0) is None
-    # One step a second and two a second; the third waits, at 0.75 s a step on average.
-    assert left.update([11, 21, 0], 20.0) == max(89, (89 + 79 * 0.5 + 50 * 0.75) / 2)
-    assert left.update([100, 100, 1], 100.0) == pytest.approx(49 * 0.75), "the speeds of runs that ended stay"
-    assert left.update([100, 100, 26], 125.0) == pytest.approx(24)
-    assert left.update([100, 50, 26], 125.0, ended={1}) == pytest.approx(24), "a run that failed trains no more"
-    assert parallel_runs._TimeLeft([10], 1).update([10], 5.0) is None, "read, not trained"
-    assert [format_time(t) for t in (0.2, 44, 58, 131, 600)] == [
-        "10 s", "40 s", "1 min", "2 min 10 s", "10 min",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("jobs", [0, -1])

@@ -1,90 +1,64 @@
-"""The demo: trains a tiny Qwen3-VL on handwritten digits in high precision and in FP8, judges its accuracy, writes the
-report, and asks the FP8 model. What it can decide was measured before (:mod:`octavo.report.demo.power`).
+"""The demo: trains a model in high precision and in FP8, judges one claim, writes the report, and asks the FP8 model.
+
+A :class:`~octavo.report.demo.task.DemoTask` says what is trained: a tiny Qwen3-VL on handwritten digits
+(:mod:`octavo.report.demo.handwriting`), or adapters of SmolLM2-135M (:mod:`octavo.report.demo.pretrained`). What a
+demo can decide was measured before (:mod:`octavo.report.demo.power`).
 
 All results are computed during the run. A second run in the same folder reuses finished parts.
 
-    digits/  model/  demo.yaml       the data, the untrained checkpoint, the configuration (yours to change and rerun)
+    demo.yaml                        the configuration (yours to change and rerun)
     arms/    report/                 the trial: its run directories, and the page
-    answer.png                       a held-out image with the questions, the FP8 model's answers and the truth
+    digits/  model/  answer.png      only of handwriting: the data, the untrained checkpoint, and a held-out image with
+                                     the questions, the FP8 model's answers and the truth
 """
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import os
 import time
-from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from octavo.config import Config, load_config, load_config_text
-from octavo.report.demo import power
+from octavo.config import Config, load_config_text
+from octavo.report.demo.handwriting import HANDWRITING, STEPS, write_inputs
+from octavo.report.demo.task import DemoAnswers, DemoTask, RunData
 from octavo.report.evidence.run_reader import ReportError
-from octavo.report.evidence.trial_claims import ACCURACY
-from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, WARN, Check, percent
+from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, WARN, Check
 from octavo.report.run.page_parts import choose_unit, memory_total
 from octavo.report.trial.compare import compare
 from octavo.report.trial.judge import Verdict
-from octavo.report.trial.memory_savings import enabled_savings
 from octavo.report.trial.report_page import Interview, computed_on
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from rich.console import Console
 
-RECIPE = "blockwise"
-STEPS = 500
-ROW = 0  # the held-out image of the questions
+MOST_LINES = 12  # of the last screen
 
-
-@dataclass(frozen=True)
-class Answer:
-    """One question about the image, the answer of the FP8 model, and the truth."""
-
-    question: str
-    answer: str
-    truth: str
-
-    @property
-    def right(self) -> bool:
-        return self.answer == self.truth
-
-
-@dataclass(frozen=True)
-class DemoAnswers:
-    """A held-out image, the answers to its questions, and the number of FP8 GEMMs that computed them."""
-
-    image: Image
-    answers: tuple[Answer, ...]
-    gemms: int
-
-    def to_interview(self, label: str) -> Interview:
-        """Return what the page of the trial shows; ``label``: of the run that answered."""
-        out = io.BytesIO()
-        self.image.save(out, "PNG")
-        picture = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
-        return Interview(picture, label, [asdict(answer) | {"right": answer.right} for answer in self.answers])
+__all__ = ["exit_code", "run", "summary", "write_inputs"]
 
 
 def run(
-    directory: str | Path = "demo", steps: int = STEPS, fresh: bool = False, console: Any = None, seed: int = 0
+    directory: str | Path = "demo",
+    steps: int = STEPS,
+    fresh: bool = False,
+    console: Console | None = None,
+    seed: int = 0,
+    task: DemoTask = HANDWRITING,
 ) -> Verdict:
-    """Write the data set and the model in ``directory``, train it for ``steps`` steps in high precision and as many in
-    FP8, judge its accuracy, ask the FP8 model, and print the results.
+    """Write the inputs of ``task`` in ``directory``, train ``steps`` steps in high precision and as many in FP8, judge
+    its claim, ask the FP8 model, and print the results.
 
-    ``seed`` is of the model's first weights and of the order of the data. ``fresh`` trains the runs again. ``console``
-    is a rich console; None prints nothing. Raises ``ReportError`` if the folder holds a demo with other settings, and
-    the errors of the functions that it calls.
+    ``seed`` is of the first weights and of the order of the data. ``fresh`` trains the runs again. ``console`` is a
+    rich console; None prints nothing. Raises ``ReportError`` if the folder holds a demo with other settings, and the
+    errors of the functions that it calls.
     """
     if steps < 1:
         raise ReportError(f"steps={steps}: the demo needs at least one step")
     directory, started = Path(directory), time.monotonic()
     page = directory / "report" / "report.html"
-    cfg = write_inputs(directory, steps, console, seed)
+    cfg = task.write_inputs(directory, steps, console, seed)
     if console is not None:
-        print_introduction(console, cfg, page)
+        print_introduction(console, task, cfg, page)
     answers: list[DemoAnswers] = []
 
     # Called before the page is written, which shows the answers.
@@ -92,19 +66,19 @@ def run(
         run = next(run for run in verdict.data["arms"] if run["kind"] == "fp8")
         if run["failure"]:
             return None
-        answers.append(ask_model(directory / "arms" / run["name"], directory / "digits" / "test.json", ROW))
-        save_figure(answers[0], directory / "answer.png")
+        answers.append(task.ask(directory / "arms" / run["name"], directory))
         return answers[0].to_interview(run["label"])
 
+    margin = task.power().margin
     verdict = compare(
-        cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), accuracy_margin=power.MARGIN,
-        savings=False, claims=(ACCURACY,), announce=False, ask=ask,
+        cfg, [task.recipe], directory, console=console, fresh=fresh, jobs=_jobs(), accuracy_margin=margin,
+        loss_margin=margin, savings=False, claims=(task.claim,), announce=False, ask=ask,
     )  # fmt: skip
     if not answers:
         failure = next(run["failure"] for run in verdict.data["arms"] if run["kind"] == "fp8")
-        raise ReportError(f"FP8 {RECIPE} failed: {failure}. The page: {page}")
+        raise ReportError(f"FP8 {task.recipe} failed: {failure}. The page: {page}")
     if console is not None:
-        for line in summary(verdict, answers[0], directory, time.monotonic() - started):
+        for line in summary(verdict, answers[0], directory, time.monotonic() - started, task):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     return verdict
 
@@ -119,54 +93,39 @@ def _jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def print_introduction(console: Any, cfg: Config, page: Path) -> None:
+def print_introduction(console: Console, task: DemoTask, cfg: Config, page: Path) -> None:
     """Print what is trained, what the trial can decide, and where its page will be."""
-    chance = demo_chance(cfg)
-    lines = [
-        f"A tiny Qwen3-VL learns to read handwriting, {cfg.train.steps} steps in high precision and the same in FP8 "
-        f"({', '.join([RECIPE, *(saving.words for saving in enabled_savings(cfg))])}).",
-        "Then both answer questions about held-out handwriting. Pass: FP8 loses at most "
-        f"{100 * power.MARGIN:g} points (95 % interval).",
-        *([f"If FP8 changes nothing, it passes with probability {chance} (octavo demo --power)."] if chance else []),
-        f"The page: {page}",
-    ]
-    for line in lines:
+    chance = demo_chance(task, cfg)
+    odds = f"If FP8 changes nothing, it passes with probability {chance} ({task.command} --power)."
+    for line in (*task.describe(cfg), *([odds] if chance else []), f"The page: {page}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def demo_chance(cfg: Config) -> str:
-    """Return the probability to pass that was recorded, or nothing if ``demo.yaml`` was changed."""
-    shipped = load_config_text(_configuration(), [f"run.seed={cfg.run.seed}"])
-    used, usual = ((each.fp8, each.optimizer, each.train, each.lora) for each in (cfg, shipped))
-    return power.read().shown_probability if used == usual else ""
+def demo_chance(task: DemoTask, cfg: Config) -> str:
+    """Return the probability to pass that was recorded, or nothing if ``demo.yaml`` or the data are others."""
+    shipped = load_config_text(task.read_configuration(), [f"run.seed={cfg.run.seed}"])
+    used, usual = ((c.fp8, c.optimizer, c.train, c.lora, c.model.load_in_fp8) for c in (cfg, shipped))
+    return task.power().shown_probability if used == usual and task.has_recorded_inputs(cfg) else ""
 
 
-def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: float) -> list[str]:
-    """Return the last lines to print, at most twelve: the verdict, what was counted, and what to do next."""
+def summary(
+    verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: float, task: DemoTask = HANDWRITING
+) -> list[str]:
+    """Return the last lines to print, at most :data:`MOST_LINES`: the verdict, what was counted, and what to do."""
     high, fp8 = (next(run for run in verdict.data["arms"] if run["kind"] == kind) for kind in ("reference", "fp8"))
-    # Losses are not among them: near zero they say nothing about answers.
-    dtype, claim = verdict.data["reference_dtype"], next(c for c in verdict.claims if c.name == ACCURACY)
-    results = {
-        PASS: f"reads handwriting as well as {dtype}",
-        FAIL: f"reads handwriting worse than {dtype}",
-        WARN: f"reads handwriting better than {dtype} by more than the margin",
-    }
-    status, others = verdict.status, _others(verdict)
-    lines = [f"{status.upper()}: {results.get(claim.status, 'accuracy is not decided')}"]
+    # A task whose loss ends near zero does not describe it: such a loss says nothing about answers.
+    dtype, claim = verdict.data["reference_dtype"], next(c for c in verdict.claims if c.name == task.claim)
+    status, others = verdict.status, _others(verdict, task)
+    result = task.results.get(claim.status, f"{claim.title[0].lower()}{claim.title[1:]} is not decided")
+    lines = [f"{status.upper()}: {result.format(dtype=dtype)}"]
     if status != claim.status and others:
         lines = [f"{status.upper()}: {others[0].title}: {others[0].sentence}. It {lines[0].partition(': ')[2]}"]
     if claim.low is not None and claim.high is not None:
-        shares = [percent(run["eval"]["exact_match"], 1) for run in (fp8, high)]
-        lines[0] += (
-            f" ({shares[0]} of the answers are right, {shares[1]} in {dtype}; 95 %: {100 * claim.low:+.1f} to "
-            f"{100 * claim.high:+.1f} points, margin {100 * power.MARGIN:g})"
-        )
+        lines[0] += f" ({task.describe_figures(claim, fp8, high, dtype)})"
     if claim.status == UNDECIDED:
         lines[0] += f": {claim.sentence}"
-    layers = sum(row["recipe"] is not None for row in fp8["plan"]["rows"])
     gemms = next(check for check in verdict.checks if check.name == "fp8_gemms")
-    counted = f"All {layers} planned layers ran in FP8: {fp8['proof'].get('fp8_gemms', 0):,} GEMMs counted."
-    lines.append(counted if gemms.status == PASS else f"{gemms.status.upper()}: {gemms.sentence}")
+    lines.append(_describe_gemms(fp8) if gemms.status == PASS else f"{gemms.status.upper()}: {gemms.sentence}")
     totals = [memory_total(run["memory"]) for run in (fp8, high)]
     if all(totals):
         unit, size = choose_unit(max(totals))
@@ -175,109 +134,33 @@ def summary(verdict: Verdict, answers: DemoAnswers, directory: Path, seconds: fl
             "What training keeps (weights, gradients, moments, activations, codes) takes "
             f"{sizes[0]} {unit}, {sizes[1]} in {dtype}."
         )
-    shown = others[status != claim.status :][:3]
-    lines += [f"{check.status.upper()}: {check.title}: {check.sentence}" for check in shown]
-    replies = ", ".join(f"{a.question} {a.answer or '(nothing)'}" for a in answers.answers)
-    right = sum(answer.right for answer in answers.answers)
-    lines.append(f"Asked about {directory / 'answer.png'}: {replies} ({right} of {len(answers.answers)} right).")
+    end = task.describe_answers(answers, directory).splitlines()
     if computed_on(high["environment"]) == "cpu":
-        lines.append("On this CPU FP8 is emulated: speed needs a GPU.")
-    lines.append(f"{seconds:.0f} s. The page: {directory / 'report' / 'report.html'}")
-    image = directory / "digits" / "images" / "test" / "00001.png"
-    lines.append(f'Next: octavo generate {directory / "arms" / fp8["name"]} --image {image} --prompt "First?"')
-    lines.append(f"      octavo plan {directory / 'demo.yaml'}")
-    return lines
+        end.append("On this CPU FP8 is emulated: speed needs a GPU.")
+    end.append(f"{seconds:.0f} s. The page: {directory / 'report' / 'report.html'}")
+    first, *rest = task.next_commands(directory, fp8["name"])
+    end += [f"Next: {first}", *(f"      {command}" for command in rest)]
+    shown = others[status != claim.status :][: min(3, MOST_LINES - len(lines) - len(end))]
+    return [*lines, *(f"{check.status.upper()}: {check.title}: {check.sentence}" for check in shown), *end]
 
 
-def _others(verdict: Verdict) -> list[Check]:
+def _describe_gemms(fp8: RunData) -> str:
+    """Return the sentence about the FP8 GEMMs of a run in which every planned one was counted."""
+    recipes = [row["recipe"] for row in fp8["plan"]["rows"] if row["recipe"] is not None]
+    counted = f"{fp8['proof'].get('fp8_gemms', 0):,} GEMMs counted."
+    if any(recipe.get("fwd") == "bf16" for recipe in recipes):
+        return f"All {len(recipes)} planned layers computed gradients in FP8, and the forward in BF16: {counted}"
+    return f"All {len(recipes)} planned layers ran in FP8: {counted}"
+
+
+def _others(verdict: Verdict, task: DemoTask) -> list[Check]:
     """Return the checks that neither passed nor are in the summary, the worst first."""
     checks = [check for check in verdict.checks if check.status in (FAIL, WARN, UNDECIDED)]
-    return sorted((c for c in checks if c.name not in (ACCURACY, "fp8_gemms")), key=lambda check: check.status != FAIL)
+    return sorted(
+        (c for c in checks if c.name not in (task.claim, "fp8_gemms")), key=lambda check: check.status != FAIL
+    )
 
 
 def exit_code(verdict: Verdict) -> int:
     """Return 1 if the verdict is fail, 3 if it is undecided, else 0."""
     return verdict.exit_code
-
-
-def write_inputs(directory: Path, steps: int, console: Any, seed: int = 0) -> Config:
-    """Write digits, the untrained checkpoint and ``demo.yaml``; existing files must be the same."""
-    from octavo.data.builtin import digits
-    from octavo.models import ModelError
-    from octavo.models.tiny import tiny
-
-    directory.mkdir(parents=True, exist_ok=True)
-    digits.write(directory / "digits", console=console)
-    texts = _tokenizer_texts(directory / "digits" / "train.json")
-    try:
-        tiny.write("qwen3_vl", directory / "model", seed=seed, texts=texts)
-    except ModelError as error:
-        raise ReportError(
-            f"{directory} has a demo of another seed or version; name another folder with --dir ({error})"
-        ) from error
-    file = directory / "demo.yaml"
-    if not file.is_file():
-        file.write_text(_configuration(), encoding="utf-8")
-    return load_config(file, [f"train.steps={steps}", f"run.seed={seed}"])
-
-
-def _configuration() -> str:
-    return resources.files(__package__).joinpath("demo.yaml").read_text(encoding="utf-8")
-
-
-def _tokenizer_texts(file: Path) -> list[str]:
-    """Return the texts of the conversations for the tokenizer, so that questions and digits become single tokens."""
-    rows = json.loads(file.read_text(encoding="utf-8"))[:200]
-    return [turn["value"].replace("<image>", "") for row in rows for turn in row["conversations"]]
-
-
-def ask_model(run: Path, file: Path, number: int) -> DemoAnswers:
-    """Ask the model of a run, in FP8 as it was trained, every question of a held-out row.
-
-    All questions form one conversation: each follows the model's earlier answers, right or wrong.
-    """
-    from octavo import fp8, generation, train
-    from octavo.data.rows import image_refs
-
-    row = json.loads(file.read_text(encoding="utf-8"))[number]
-    image = image_refs.load(file.parent / row["image"])
-    model, processor, _ = train.load_run(run)
-    turns, answers, messages = row["conversations"], [], []
-    with fp8.count_gemms() as counts:
-        for question_turn, answered in zip(turns[::2], turns[1::2], strict=True):
-            question = question_turn["value"].replace("<image>", "").strip()
-            parts: list[dict[str, str]] = [{"type": "text", "text": question}]
-            if "<image>" in question_turn["value"]:
-                parts.insert(0, {"type": "image"})
-            messages.append({"role": "user", "content": parts})
-            greedy = generation.Sampling(4, temperature=0)
-            answer = generation.answers(model, processor, [(messages, [image])], greedy)[0][0]
-            messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-            answers.append(Answer(question, answer, answered["value"]))
-    return DemoAnswers(image, tuple(answers), sum(counts.values()))
-
-
-def save_figure(interview: DemoAnswers, path: Path) -> None:
-    """Save a figure of the image with the questions, the answers and the truth."""
-    import matplotlib
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    from octavo.report.run.plots import PALETTE, STYLE
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 3.6), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=[1, 1.25])
-        left.imshow(np.asarray(interview.image.convert("L")), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-        for axes in (left, right):
-            axes.set_axis_off()
-        right.set(xlim=(0, 1), ylim=(0, 1))
-        for column, word in ((0.02, "question"), (0.42, "FP8 model"), (0.78, "truth")):
-            right.text(column, 0.93, word, color=PALETTE["soft"], fontsize=10)
-        for number, answer in enumerate(interview.answers):
-            height = 0.76 - 0.8 * number / max(len(interview.answers), 1)
-            right.text(0.02, height, answer.question, fontsize=13)
-            color = PALETTE["good" if answer.right else "bad"]
-            right.text(0.42, height, answer.answer or "(nothing)", fontsize=15, fontweight="bold", color=color)
-            right.text(0.78, height, answer.truth, fontsize=15)
-        figure.savefig(path, dpi=150)

@@ -1,8 +1,9 @@
-"""What the demo can decide, computed without training from results of the same task that were recorded before.
+"""What a demo can decide, computed without training from results of the same task that were recorded before.
 
-``seeds.json`` has the demo's accuracies and intervals for several seeds (``benchmarks/demo_seeds.py`` writes it). The
-claim passes if the lower end of the interval is at most the margin below 0. Lower ends scatter over seeds, because the
-difference does and the width of its interval, too. Moved so that the mean difference is 0, their mean is -b and their
+A file of recorded seeds has the figures of both runs and the 95 % interval of their difference for several seeds
+(``benchmarks/demo_seeds.py`` writes it). Call the harm of FP8 its difference from high precision, positive where it is
+worse. The claim passes if the upper end of the harm's interval is within the margin. Upper ends scatter over seeds,
+because the harm does and the width of its interval, too. Moved so that the mean harm is 0, their mean is b and their
 standard deviation s: with no true difference the claim passes with probability Phi((margin - b) / s). For a new seed,
 by a spread that is known from n seeds only, it is the same quotient over sqrt(1 + 1/n) in Student's t of n - 1.
 """
@@ -12,17 +13,45 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
-MARGIN = 0.032
-"""How many answers FP8 may lose, as a share. It was fixed by the recorded seeds."""
-FILE = "seeds.json"
+
+@dataclass(frozen=True)
+class Measure:
+    """The figure that a demo compares: ``worse`` is the sign of a harm, and a ``relative`` difference is a share of
+    high precision's figure. The sentences have {margin} and {smallest}, ``unit`` follows a difference."""
+
+    worse: int
+    relative: bool
+    unit: str
+    claim: str
+    failing: str
+
+    def difference(self, fp8: float, high: float) -> float:
+        return fp8 / high - 1 if self.relative else fp8 - high
+
+
+ACCURACY_POINTS = Measure(
+    worse=-1,
+    relative=False,
+    unit="points",
+    claim="held-out accuracy of FP8 is at most {margin} points below high precision's",
+    failing="FP8 answers {smallest} points fewer right; a smaller loss beyond the margin is undecided",
+)
+LOSS_PERCENT = Measure(
+    worse=1,
+    relative=True,
+    unit="%",
+    claim="held-out loss of FP8 is at most {margin} % above high precision's",
+    failing="FP8's held-out loss is {smallest} % higher; a smaller harm beyond the margin is undecided",
+)
 
 
 @dataclass(frozen=True)
 class SeedResult:
-    """The shares of right answers of both runs with a seed, and the 95 % interval of FP8 minus high precision."""
+    """The figures of both runs with a seed, and the 95 % interval of FP8's difference from high precision."""
 
     seed: int
     status: str
@@ -31,42 +60,47 @@ class SeedResult:
     lower: float
     upper: float
 
-    @property
-    def difference(self) -> float:
-        return self.fp8 - self.high
-
 
 @dataclass(frozen=True)
 class DemoPower:
-    """The recorded results of several seeds, and the margin."""
+    """The recorded results of several seeds, the margin that was fixed by them, and what is compared.
+
+    ``inputs`` identifies the data of the recorded seeds, if they depend on the machine; ``note`` is a sentence about
+    them.
+    """
 
     results: tuple[SeedResult, ...]
-    margin: float = MARGIN
+    margin: float
+    measure: Measure
+    file: str
+    inputs: Mapping[str, str]
+    note: str = ""
 
     @property
-    def _ends_around_no_difference(self) -> tuple[list[float], list[float]]:
-        """The lower and the upper ends of the intervals, less the mean difference."""
-        mean = statistics.fmean(result.difference for result in self.results)
-        return [result.lower - mean for result in self.results], [result.upper - mean for result in self.results]
+    def mean_difference(self) -> float:
+        """FP8's mean difference from high precision, with its sign."""
+        return statistics.fmean(self.measure.difference(result.fp8, result.high) for result in self.results)
+
+    @property
+    def _ends_around_no_harm(self) -> tuple[list[float], list[float]]:
+        """The better and the worse ends of the intervals of harm, less the mean harm."""
+        sign, mean = self.measure.worse, self.measure.worse * self.mean_difference
+        ends = [sorted((sign * result.lower, sign * result.upper)) for result in self.results]
+        return [better - mean for better, _ in ends], [worse - mean for _, worse in ends]
 
     @property
     def spread(self) -> float:
-        """The standard deviation of the lower ends over seeds."""
-        return statistics.stdev(self._ends_around_no_difference[0])
+        """The standard deviation of the worse ends over seeds."""
+        return statistics.stdev(self._ends_around_no_harm[1])
 
     @property
-    def below(self) -> float:
-        """How far the lower ends are below the mean difference, on average."""
-        return -statistics.fmean(self._ends_around_no_difference[0])
+    def reach(self) -> float:
+        """How far the worse ends are from the mean harm, on average."""
+        return statistics.fmean(self._ends_around_no_harm[1])
 
-    @property
-    def above(self) -> float:
-        """How far the upper ends are above the mean difference, on average."""
-        return statistics.fmean(self._ends_around_no_difference[1])
-
-    def pass_probability(self, difference: float = 0.0) -> float:
-        """Return the probability that the claim passes with a true ``difference``, by the recorded spread."""
-        return statistics.NormalDist().cdf((self.margin + difference - self.below) / self.spread)
+    def pass_probability(self, harm: float = 0.0) -> float:
+        """Return the probability that the claim passes with a true ``harm``, by the recorded spread."""
+        return statistics.NormalDist().cdf((self.margin - harm - self.reach) / self.spread)
 
     @property
     def careful_probability(self) -> float:
@@ -74,44 +108,53 @@ class DemoPower:
         from scipy.stats import t
 
         seeds = len(self.results)
-        quotient = (self.margin - self.below) / (self.spread * math.sqrt(1 + 1 / seeds))
+        quotient = (self.margin - self.reach) / (self.spread * math.sqrt(1 + 1 / seeds))
         return float(t.cdf(quotient, seeds - 1))
 
     @property
     def shown_probability(self) -> str:
-        probability = self.pass_probability()
-        return f"{100 * probability:.1f} %" if probability < 0.9995 else "over 99.9 %"
+        return _show_probability(self.pass_probability())
 
     @property
     def smallest_failing(self) -> float:
-        """The smallest loss of accuracy, as measured, that the demo would fail."""
-        return self.margin + self.above
+        """The smallest harm, as measured, that the demo would fail."""
+        return self.margin - statistics.fmean(self._ends_around_no_harm[0])
 
     @property
     def lines(self) -> list[str]:
         """The lines of ``octavo demo --power``."""
-        seeds = ", ".join(str(result.seed) for result in self.results)
+        seeds, measure = ", ".join(str(result.seed) for result in self.results), self.measure
+        at_mean = _show_probability(self.pass_probability(measure.worse * self.mean_difference))
+        failing = measure.failing.format(smallest=f"{100 * self.smallest_failing:.1f}")
         return [
-            f"Claim: held-out accuracy of FP8 is at most {100 * self.margin:g} points below high precision's.",
-            f"Recorded: {len(self.results)} seeds ({seeds}), in {FILE} of the package. The lower end of the 95 % "
-            f"interval is {100 * self.below:.2f} points below the mean difference and scatters by "
-            f"{100 * self.spread:.2f}.",
+            f"Claim: {measure.claim.format(margin=f'{100 * self.margin:g}')}.",
+            f"Recorded: {len(self.results)} seeds ({seeds}), in {self.file} of the package. The worse end of the 95 % "
+            f"interval is {100 * self.reach:.2f} {measure.unit} from the mean difference and scatters by "
+            f"{100 * self.spread:.2f}.{f' {self.note}' if self.note else ''}",
             f"If FP8 changes nothing, the demo passes with probability {self.shown_probability} by that spread, and "
             f"{100 * self.careful_probability:.1f} % if its own uncertainty counts (Student's t).",
-            f"It fails if FP8 answers {100 * self.smallest_failing:.1f} points fewer right; a smaller loss beyond the "
-            "margin is undecided.",
+            f"The recorded mean difference is {100 * self.mean_difference:+.2f} {measure.unit}; if it is the true one, "
+            f"the demo passes with probability {at_mean}.",
+            f"It fails if {failing}.",
         ]
 
     def to_json(self) -> dict[str, object]:
         """Return what ``octavo demo --power --json`` prints, in shares."""
         return {
-            "margin": self.margin, "spread": self.spread, "file": FILE, "seeds": [r.seed for r in self.results],
+            "margin": self.margin, "spread": self.spread, "file": self.file, "seeds": [r.seed for r in self.results],
             "pass_probability": self.pass_probability(), "careful_probability": self.careful_probability,
-            "smallest_failing": self.smallest_failing,
+            "mean_difference": self.mean_difference, "smallest_failing": self.smallest_failing,
         }  # fmt: skip
 
 
-def read(margin: float = MARGIN) -> DemoPower:
-    """Return the power of the demo by the recorded seeds."""
-    document = json.loads(resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
-    return DemoPower(tuple(SeedResult(**row) for row in document["rows"]), margin)
+def _show_probability(probability: float) -> str:
+    return f"{100 * probability:.1f} %" if probability < 0.9995 else "over 99.9 %"
+
+
+def read(file: str, margin: float, measure: Measure, note: str = "") -> DemoPower:
+    """Return the power of a demo by the recorded seeds in ``file`` of this package. ``note`` may have {python}, the
+    version whose texts were used."""
+    document = json.loads(resources.files(__package__).joinpath(file).read_text(encoding="utf-8"))
+    inputs = document.get("inputs", {})
+    results = tuple(SeedResult(**row) for row in document["rows"])
+    return DemoPower(results, margin, measure, file, inputs, note.format(**inputs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +15,11 @@ from octavo.report.evidence.run_reader import RunRecord, common_steps
 from octavo.report.evidence.trial_spec import Run, Trial
 from octavo.report.evidence.trust_table import FAIL, SKIPPED_WARN, UNTRIED, WARN, Check, check_gemms, loss_gap, percent
 
-ACCURACY, WEIGHTS, FORKS, SEEDS = CLAIMS = ("accuracy", "loss_same_weights", "loss_forks", "loss_trajectories")
+ACCURACY, WEIGHTS, FORKS, SEEDS = DEFAULT_CLAIMS = ("accuracy", "loss_same_weights", "loss_forks", "loss_trajectories")
+HELD_OUT_LOSS = "loss_held_out"  # judged only where a trial names it: one pair of runs, without other seeds
+CLAIMS = (*DEFAULT_CLAIMS, HELD_OUT_LOSS)
 TITLES = {
+    HELD_OUT_LOSS: "Held-out loss",
     ACCURACY: "Held-out accuracy",
     WEIGHTS: "Loss at the same weights",
     FORKS: "Loss of forks",
@@ -45,8 +48,9 @@ def compute_claims(sides: Sides, trial: Trial, noise: float) -> list[Check]:
         WEIGHTS: lambda: _claim_same_weights(sides, trial),
         FORKS: lambda: _claim_forks(sides, trial, no_learning),
         SEEDS: lambda: _claim_trajectories(sides, trial, no_learning, noise),
+        HELD_OUT_LOSS: lambda: _claim_held_out_loss(sides, trial, no_learning),
     }
-    return [claim() for name, claim in claims_by_name.items() if name in (trial.claims or CLAIMS)]
+    return [claim() for name, claim in claims_by_name.items() if name in (trial.claims or DEFAULT_CLAIMS)]
 
 
 def mean_loss_gap(record: RunRecord, reference: RunRecord, after: int = 0) -> float:
@@ -162,9 +166,8 @@ def _claim_same_weights(sides: Sides, trial: Trial) -> Check:
     interval, why, seen = None, NO_DATA, ""
     if trial.held_out is not None:
         low, high = trial.held_out.runs[run.name], trial.held_out.high[run.name]
-        if not low.gemms:
-            sentence = "the evaluation of the FP8 run used no FP8 GEMM"
-            return Check(WEIGHTS, TITLES[WEIGHTS], run.label, 0.0, "no FP8", "evaluated in FP8", FAIL, sentence)
+        if not low.gemms and _plans_fp8_forward(sides.fp8[1]):
+            return _evaluated_without_fp8(WEIGHTS, run)
         interval = claims.relative_loss(low.pieces, high.pieces)
         why = "" if interval is not None else "held-out data of fewer than two images or documents give no interval"
         seen = f"held-out loss {low.loss:.5g} in FP8, {high.loss:.5g} in high precision"
@@ -172,6 +175,43 @@ def _claim_same_weights(sides: Sides, trial: Trial) -> Check:
         WEIGHTS, TITLES[WEIGHTS], run.label, interval, LOSS_MARGIN,
         unit="images or documents", scale=per_cent, worse=1, why_not=why, seen=seen,
     )  # fmt: skip
+
+
+def _claim_held_out_loss(sides: Sides, trial: Trial, no_learning: str) -> Check:
+    """Compare the held-out losses of the models that both precisions trained, document by document."""
+    run = sides.fp8[0]
+    interval, why, seen = None, NO_DATA, ""
+    if trial.held_out is not None:
+        low, high = trial.held_out.runs[run.name], _reference_evaluation(trial)
+        if not low.gemms and _plans_fp8_forward(sides.fp8[1]):
+            return _evaluated_without_fp8(HELD_OUT_LOSS, run)
+        interval = claims.relative_loss(low.pieces, high.pieces)
+        why = no_learning if interval is not None else "fewer than two images or documents give no interval"
+        seen = f"{low.loss:.4f} nats a token, high precision {high.loss:.4f}, before training "
+        seen += f"{trial.held_out.before.loss:.4f}"
+    return decide(
+        HELD_OUT_LOSS,
+        TITLES[HELD_OUT_LOSS],
+        run.label,
+        interval,
+        trial.loss_margin,
+        unit="images or documents",
+        scale=per_cent,
+        worse=1,
+        why_not=why,
+        seen=seen,
+    )
+
+
+def _plans_fp8_forward(record: RunRecord) -> bool:
+    """Return whether a layer of the run is planned to compute its forward in FP8; with `fp8.fwd: bf16` none is."""
+    recipes = [row.get("recipe") for row in record.plan.get("rows", ())]
+    return any(not isinstance(recipe, Mapping) or recipe.get("fwd", "fp8") == "fp8" for recipe in recipes if recipe)
+
+
+def _evaluated_without_fp8(claim: str, run: Run) -> Check:
+    sentence = "the evaluation of the FP8 run used no FP8 GEMM"
+    return Check(claim, TITLES[claim], run.label, 0.0, "no FP8", "evaluated in FP8", FAIL, sentence)
 
 
 def _claim_forks(sides: Sides, trial: Trial, no_learning: str) -> Check:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config import Config
-from octavo.report.evidence.claims import ACCURACY_MARGIN, HeldOut
+from octavo.report.evidence.claims import ACCURACY_MARGIN, LOSS_MARGIN, HeldOut
 from octavo.report.evidence.power import Estimate
 
 
@@ -34,6 +34,11 @@ class Run:
     factors: tuple[str, ...] = ()
 
     @property
+    def steps(self) -> int:
+        """The number of steps that this run trains itself."""
+        return self.cfg.train.total_steps - self.begins
+
+    @property
     def may_fail(self) -> bool:
         """Whether the trial continues if this run fails; a failure in high precision ends the trial."""
         return self.kind in ("fp8", "saving", "seed", "cell") or (self.kind == "fork" and bool(self.of))
@@ -51,7 +56,8 @@ class Trial:
     ``forks`` and ``seeds`` are numbers of runs; ``no_forks`` is the reason if there are no forks. ``held_out`` has the
     evaluations on held-out data, or None without such data. ``expected`` has the estimates made before the first run.
     ``factors`` are the components of a factorial trial, and ``left_out`` the other components that the configuration
-    has in FP8. ``claims`` names the claims to judge, or is empty for all.
+    has in FP8. ``claims`` names the claims to judge, or is empty for the default ones. ``loss_margin`` is the margin of
+    the held-out loss.
     """
 
     held_out: HeldOut | None = None
@@ -64,3 +70,4 @@ class Trial:
     factors: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     claims: tuple[str, ...] = ()
+    loss_margin: float = LOSS_MARGIN

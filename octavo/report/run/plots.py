@@ -1,17 +1,19 @@
 """The plots of a report, each drawn once and saved as a PNG file and as SVG for the page.
 
 In the SVG every colour of ``PALETTE`` becomes a CSS variable, so the same drawing follows the page from light to dark.
-Long runs are averaged to at most ``POINTS`` points per curve before drawing. Figures are made without pyplot
-(no global state, no display); draw and save them inside ``matplotlib.rc_context(STYLE)``.
+A page has each drawing twice: ``WIDE``, and ``NARROW`` for a telephone, where the text of a wide drawing would be too
+small to read. Long runs are averaged to at most ``POINTS`` points per curve before drawing. Figures are made without
+pyplot (no global state, no display); draw and save them inside ``matplotlib.rc_context(STYLE)``.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import RcParams
@@ -23,6 +25,7 @@ from octavo.report.evidence.run_reader import LayerHealth
 from octavo.report.evidence.trust_table import COSINE_MIN, SQNR_WARN, UNDERFLOW_FAIL, UNDERFLOW_WARN, Check, seed_noise
 
 POINTS = 800
+WIDE, NARROW = 9.0, 4.3  # inches; at 400 pixels a point of the narrow drawing is 1.2 pixels
 
 #: colours of the light scheme, by the name of the CSS variable that replaces them in the SVG
 PALETTE = {
@@ -118,10 +121,10 @@ def _downsample(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.n
     return np.array([steps[p].mean() for p in parts]), np.array([np.nanmean(values[p]) for p in parts])
 
 
-def loss_figure(curves: Sequence[Curve]) -> Figure:
+def loss_figure(curves: Sequence[Curve], width: float = WIDE) -> Figure:
     """Plot the loss of each run, raw in pale and smoothed in strong lines. The axis is logarithmic if the loss falls
     twentyfold."""
-    figure = Figure(figsize=(9, 3.9), layout="constrained")
+    figure = Figure(figsize=(width, 3.9), layout="constrained")
     axes = figure.subplots()
     # High precision last, so that the other curves do not hide it.
     for curve in sorted(curves, key=lambda c: {"noise": 0, "fp8": 1, "reference": 2}[c.kind]):
@@ -134,7 +137,8 @@ def loss_figure(curves: Sequence[Curve]) -> Figure:
     if finite.size and finite.min() > 0 and finite.max() / finite.min() > 20:
         axes.set_yscale("log")
     window = window_for(max(len(c.losses) for c in curves))
-    title = "Loss by step" if window == 1 else f"Loss by step, and its mean over {window} steps"
+    by_step = "Loss by step" if width >= WIDE else "Loss"
+    title = by_step if window == 1 else f"{by_step}, and its mean over {window} steps"
     axes.set(title=title, xlabel="step", ylabel="nats per token")
     axes.margins(x=0.01)
     axes.legend(loc="upper right")
@@ -157,10 +161,10 @@ def running_noise(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
     return np.interp(np.arange(1, steps + 1), at, noise)
 
 
-def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
+def gap_figure(curves: Sequence[Curve], tolerated: float, width: float = WIDE) -> Figure:
     """Plot FP8 minus high precision: the smoothed difference and the gap of the running mean, with the seed noise."""
     reference = next(c for c in curves if c.kind == "reference")
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    figure = Figure(figsize=(width, 5.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     window = window_for(len(reference.losses))
     # The noise band is drawn first, so that the curves are on top of it.
@@ -184,13 +188,22 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
         axes.margins(x=0.01)
     lower.axhspan(-100 * tolerated, 100 * tolerated, color=PALETTE["good"], alpha=0.18, lw=0,
                   label=f"{100 * tolerated:g} %")  # fmt: skip
-    upper.set(title=f"Loss minus high precision (mean over {window} steps)", ylabel="nats per token")
+    mean = f" (mean over {window} steps)" if width >= WIDE else ""
+    upper.set(title=f"Loss minus high precision{mean}", ylabel="nats per token")
     lower.set(title="Gap of the running mean loss", xlabel="step", ylabel="per cent")
     for axes in (upper, lower):
-        axes.legend(
-            loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, borderpad=0, columnspacing=1.0, handlelength=1.5
-        )
+        legend_at_title(axes, width, 4 if width >= WIDE else 2, columnspacing=1.0, handlelength=1.5)
     return figure
+
+
+def legend_at_title(axes: Axes, width: float, columns: int, **options: Any) -> None:
+    """Add a legend in the line of the title, or below the title of a narrow drawing."""
+    if width >= WIDE:
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, borderpad=0, **options)
+        return
+    lines = -(-len(axes.get_legend_handles_labels()[1]) // columns)
+    axes.set_title(axes.get_title(loc="left"), pad=8 + 14 * lines)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderpad=0, **options)
 
 
 def claims_figure(claims: Sequence[Check]) -> Figure:
@@ -226,13 +239,14 @@ def claims_figure(claims: Sequence[Check]) -> Figure:
     return figure
 
 
-def effects_figure(effects: Sequence[Check]) -> Figure:
+def effects_figure(effects: Sequence[Check], width: float = WIDE) -> Figure:
     """Plot the effect of each component on each figure in per cent (accuracy in points), with its 95 % interval and the
     margin of main effects; interactions have no margin and are grey."""
     names = list(dict.fromkeys(effect.name for effect in effects))
     rows = list(dict.fromkeys(effect.run for effect in effects))
-    figure = Figure(figsize=(9, 1.5 + 0.34 * len(rows)), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(1, len(names), sharey=True))
+    across, down = (len(names), 1) if width >= WIDE else (1, len(names))
+    figure = Figure(figsize=(width, down * (1.5 + 0.34 * len(rows))), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(down, across, sharey=True))
     for axes, name in zip(panels, names, strict=True):
         shown_effects = [effect for effect in effects if effect.name == name and effect.low is not None]
         margin = next((100 * effect.margin for effect in shown_effects if effect.margin), 0.0)
@@ -254,7 +268,8 @@ def effects_figure(effects: Sequence[Check]) -> Figure:
         axes.set_title("Held-out accuracy" if accuracy else "Held-out loss")
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x", visible=True)
-    panels[0].set_yticks(range(len(rows)), rows)
+    for axes in panels if width < WIDE else panels[:1]:
+        axes.set_yticks(range(len(rows)), rows)
     return figure
 
 
@@ -296,20 +311,23 @@ def _draw_threshold(axes: Axes, value: float, color: str, text: str) -> None:
                   ha="right", va="bottom", fontsize=8, color=PALETTE[color])  # fmt: skip
 
 
-def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], title: str) -> Figure:
+def health_figure(
+    health: Sequence[LayerHealth], components: Mapping[str, str], title: str, width: float = WIDE
+) -> Figure:
     """Plot SQNR and underflow by operand for each FP8 layer, in the order of the model, and the cosine of weight
     gradients if any layer has one (frozen layers have none)."""
     layers = [h.layer for h in health]
-    few = len(layers) <= 48
+    few = len(layers) <= 48 and width >= WIDE  # their names fit below the axis
     cosines = np.array([np.nan if h.cosine is None else h.cosine for h in health])
     heights = [1.25, 1, 1] if np.isfinite(cosines).any() else [1.25, 1]
     size = (8.4 if few else 7.2) * sum(heights) / 3.25
-    figure = Figure(figsize=(9, size), layout="constrained")
+    figure = Figure(figsize=(width, size), layout="constrained")
     top, middle, *experts = panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
     _scatter_roles(top, health, "sqnr", 1, ("x", "w", "dy"))
     _scatter_roles(middle, health, "underflow", 100, ("x", "w", "dy", "x_wgrad", "dy_wgrad"))
-    top.set(title=f"{title}: signal to quantization noise", ylabel="dB")
-    middle.set(title="Underflow: non-zero values that became zero", ylabel="per cent")
+    top.set(title=f"{title}: signal to quantization noise" if width >= WIDE else "Signal to noise", ylabel="dB")
+    underflow = "Underflow: non-zero values that became zero" if width >= WIDE else "Values that became zero"
+    middle.set(title=underflow, ylabel="per cent")
     _draw_threshold(top, SQNR_WARN["e4m3"], "warn", "E4M3 warns below")
     most = max([100 * v for h in health for v in h.underflow.values()], default=0.0)
     middle.set_yscale("symlog", linthresh=0.01)
@@ -319,7 +337,8 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
     _draw_threshold(middle, 100 * UNDERFLOW_FAIL, "bad", "fail above")
     for axes in experts:
         axes.scatter(range(len(layers)), cosines, s=26 if few else 9, marker="D", color=PALETTE["fp8-4"], lw=0)
-        axes.set(title="Cosine of the weight gradient to high precision's", ylabel="cosine")
+        compared = " to high precision's" if width >= WIDE else ""
+        axes.set(title=f"Cosine of the weight gradient{compared}", ylabel="cosine")
         axes.set_ylim(min(float(np.nanmin(cosines)), COSINE_MIN) - 0.01, 1.004)
         _draw_threshold(axes, COSINE_MIN, "warn", "warns below")
     for axes in panels:
@@ -338,7 +357,7 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
                      color=PALETTE["soft"])  # fmt: skip
     top.set_ylim(top=top.get_ylim()[1] + 3)
     for axes, columns in ((top, 3), (middle, 5)):
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, borderpad=0, handletextpad=0.1)
+        legend_at_title(axes, width, columns, handletextpad=0.1, columnspacing=1.0)
     if few:
         panels[-1].set_xticks(
             range(len(layers)), [short_layer_name(name) for name in layers], rotation=90, fontsize=7.5
@@ -356,36 +375,52 @@ def short_layer_name(name: str) -> str:
 
 
 def memory_figure(
-    bars: Sequence[tuple[str, Mapping[str, int]]], kinds: Mapping[str, str], unit: tuple[str, float]
+    bars: Sequence[tuple[str, Mapping[str, int]]],
+    kinds: Mapping[str, str],
+    unit: tuple[str, float],
+    width: float = WIDE,
 ) -> Figure:
     """Plot bytes by kind, one stacked bar per run; ``kinds`` has their labels, ``unit`` is a name and its bytes."""
     name, size = unit
-    figure = Figure(figsize=(9, 1.5 + 0.55 * len(bars)), layout="constrained")
+    legend_columns = min(len(kinds), 6) if width >= WIDE else 2
+    legend_height = 0.2 * (-(-len(kinds) // legend_columns) - 1)
+    figure = Figure(figsize=(width, 1.5 + 0.55 * len(bars) + legend_height), layout="constrained")
     axes = figure.subplots()
     for row, (_, memory) in enumerate(bars):
         left = 0.0
         for i, kind in enumerate(kinds):
-            width = memory.get(kind, 0) / size
-            axes.barh(row, width, left=left, height=0.62, color=PALETTE[f"kind-{min(i, 5)}"],
+            length = memory.get(kind, 0) / size
+            axes.barh(row, length, left=left, height=0.62, color=PALETTE[f"kind-{min(i, 5)}"],
                       label=kinds[kind] if row == 0 else None)  # fmt: skip
-            left += width
+            left += length
         axes.annotate(f"{left:.1f} {name}", (left, row), xytext=(5, 0), textcoords="offset points", va="center",
                       fontsize=9, color=PALETTE["ink"])  # fmt: skip
     axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
-    axes.margins(x=0.12)
+    axes.margins(x=0.12 if width >= WIDE else 0.3)  # room for the sum after the longest bar
     axes.set(title="Memory by kind", xlabel=name)
-    figure.legend(loc="outside lower center", ncols=min(len(kinds), 6))
+    figure.legend(loc="outside lower center", ncols=legend_columns)
     return figure
 
 
-def save(figure: Figure, path: Path) -> str:
-    """Write ``path`` (PNG) and return the same drawing as inline SVG whose colours are CSS variables."""
+def save(draw: Callable[[float], Figure], path: Path) -> str:
+    """Write ``path`` (PNG, wide) and return the wide and the narrow drawing as inline SVG whose colours are CSS
+    variables; the page shows one of them. ``draw`` takes the width in inches."""
+    figure = draw(WIDE)
     path.write_bytes(png(figure))
     figure.set_layout_engine("none")  # keep the computed layout: computing it takes as long as drawing
-    return svg(figure, path.stem)
+    return _for_both_widths(svg(figure, path.stem), draw, path.stem)
+
+
+def inline(draw: Callable[[float], Figure], name: str) -> str:
+    """Return the wide and the narrow drawing as in :func:`save`, without a file."""
+    return _for_both_widths(svg(draw(WIDE), name), draw, name)
+
+
+def _for_both_widths(wide: str, draw: Callable[[float], Figure], name: str) -> str:
+    return f'<div class="wide">{wide}</div><div class="narrow">{svg(draw(NARROW), f"{name}-narrow")}</div>'
 
 
 def png(figure: Figure) -> bytes:

@@ -70,7 +70,7 @@ def write_page(runs: Sequence[History], out: Path, status: str | None = None) ->
         curves = [plots.svg(run_plots.panel_figure(lines, panel), panel.key) for panel in panels]
         health = run_plots.health_figures(runs[0]) if len(runs) == 1 else []
         bars = _memory_bars(runs, labels)
-        memory = plots.svg(_memory_figure(bars), "memory") if bars else ""
+        memory = plots.inline(lambda width: _memory_figure(bars, width), "memory") if bars else ""
     values: dict[str, object] = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "phase": phase,
@@ -124,10 +124,10 @@ def _memory_bars(runs: Sequence[History], labels: Sequence[str]) -> list[tuple[s
     return [(label, memory) for label, memory in bars if memory]
 
 
-def _memory_figure(bars: Sequence[tuple[str, Mapping[str, int]]]) -> Any:
+def _memory_figure(bars: Sequence[tuple[str, Mapping[str, int]]], width: float) -> Any:
     kinds = _nonzero_kinds(bars)
     most = max(sum(memory.get(kind, 0) for kind in kinds) for _, memory in bars)
-    return plots.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, choose_unit(most))
+    return plots.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, choose_unit(most), width)
 
 
 def _nonzero_kinds(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:

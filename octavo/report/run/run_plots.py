@@ -87,8 +87,10 @@ def select_panels(phase: str) -> tuple[Panel, ...]:
 
 
 def visible_panels(lines: Sequence[Line], phase: str) -> list[Panel]:
-    """Return the panels of a phase for which any run has figures; exact match only where it is a verdict."""
-    panels = [panel for panel in select_panels(phase) if any(line.history.curve(panel.key) for line in lines)]
+    """Return the panels of a phase for which any run has two figures or more; exact match only where it is a verdict.
+    A single figure is no curve: the page has it in a table."""
+    curves = {panel: [line.history.curve(panel.key) for line in lines] for panel in select_panels(phase)}
+    panels = [panel for panel, sides in curves.items() if any(curve and len(curve[0]) > 1 for curve in sides)]
     exact = all(shows_exact_match(line.history) for line in lines)
     return [panel for panel in panels if exact or panel.key != _RIGHT.key]
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.base import atomic_write, safe_read
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.report.evidence.claims import HeldOut
+from octavo.report.evidence.claims import LOSS_MARGIN, HeldOut
 from octavo.report.evidence.power import Estimate
 from octavo.report.evidence.run_reader import ReportError, RunRecord, TrialStopped, read, read_failed_run
 from octavo.report.evidence.trial_claims import CLAIMS, FORKS, WEIGHTS
@@ -39,6 +39,7 @@ from octavo.report.trial.judge import Verdict, judge
 from octavo.report.trial.reuse import check_same_files, delete_trial, read_finished
 
 if TYPE_CHECKING:
+    from octavo.report.run.trial_watcher import TrialWatcher
     from octavo.report.trial.report_page import Interview
 
 DEFAULT_FORKS = 3  # in each precision, where losses decide
@@ -56,6 +57,7 @@ def compare(
     forks: int | None = None,
     seeds: int = 1,
     accuracy_margin: float | None = None,
+    loss_margin: float = LOSS_MARGIN,
     factorial: Sequence[str] = (),
     describe_plan: Callable[[Any], Iterable[str]] | None = None,
     claims: Sequence[str] = (),
@@ -76,12 +78,13 @@ def compare(
     seeds            number of whole runs in each precision; one gives no interval
     accuracy_margin  how much lower the accuracy of FP8 may be, as a share; None: 0.01, or 0.02 in phases rl and
                      preference
+    loss_margin      how much higher the held-out loss of FP8 may be, as a share, where ``claims`` names that claim
     factorial        two to four components: train every combination of them in FP8 with ``seeds`` seeds, and judge the
                      effect of each (``docs/trials.md``)
     describe_plan    returns the lines about the plan, printed once before the first run; None:
                      `octavo.train.loop.summary.summary`
     claims           names of the claims to judge (`octavo.report.evidence.trial_claims.CLAIMS`), whose runs are
-                     trained; none: all. Only in phases sft and pretrain
+                     trained; none: `DEFAULT_CLAIMS`. Only in phases sft and pretrain
     announce         print the design, the number of runs and the plans before the first run
     ask              returns questions about a picture with their answers, which the page shows
 
@@ -117,7 +120,7 @@ def compare(
         savings = not factorial
     trial_design = design(
         cfg, recipes, directory, savings=savings, forks=forks, seeds=seeds, accuracy_margin=accuracy_margin,
-        factorial=factorial, fresh=fresh, claims=claims,
+        loss_margin=loss_margin, factorial=factorial, fresh=fresh, claims=claims,
     )  # fmt: skip
     plans = [
         plan for run in trial_design.runs for plan in _plan_run(run, fresh)
@@ -135,16 +138,17 @@ def compare(
     with_high = not claims or WEIGHTS in claims
     evaluations = _evaluate_held_out(trial_design.cfg, records, trial_design.directory, console, seeds, with_high)
     trial = Trial(
-        evaluations,
-        trial_design.forks,
-        trial_design.no_forks,
-        seeds,
-        trial_design.accuracy_margin,
-        jobs,
-        trial_design.expected,
-        trial_design.factors,
-        trial_design.left_out,
-        tuple(claims),
+        held_out=evaluations,
+        forks=trial_design.forks,
+        no_forks=trial_design.no_forks,
+        seeds=seeds,
+        accuracy_margin=trial_design.accuracy_margin,
+        jobs=jobs,
+        expected=trial_design.expected,
+        factors=trial_design.factors,
+        left_out=trial_design.left_out,
+        claims=tuple(claims),
+        loss_margin=loss_margin,
     )
     verdict = judge(records, trial)
     shown = [(run, record) for run, record in records if run.kind != "fork"]
@@ -200,17 +204,27 @@ def _train_runs(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> lis
     unfinished = [run for run in runs if read_finished(run) is None]
     in_processes = bool(unfinished) and nproc > 1 or jobs > 1 and len(unfinished) > 1
     failures: dict[str, str] = {}
+    watcher: TrialWatcher | None = None
     if in_processes:
         from octavo.report.trial.parallel_runs import train_together
 
         failures = train_together(unfinished, jobs, console, nproc)
-    for number, run in enumerate(runs, 1):
+    elif unfinished:
+        from octavo.report.run.trial_watcher import TrialWatcher
+
+        watcher = TrialWatcher(runs, {number for number, run in enumerate(runs) if run not in unfinished})
+    # Runs that trained together are read here; all others are trained or read in order, in this process.
+    for number, run in enumerate(runs):
         record = None
         if run.name in failures:
             record = read_failed_run(run.cfg.run.dir, failures[run.name])
         elif in_processes and run in unfinished:
             record = read(run.cfg.run.dir)
-        records.append((run, record or _train_or_read(run, f"{number}/{len(runs)} {run.label}", console)))
+        elif watcher is not None:
+            watcher.watch(number)
+        records.append((run, record or _train_or_read(run, f"{number + 1}/{len(runs)} {run.label}", console, watcher)))
+        if watcher is not None:
+            watcher.ended.add(number)
     return records
 
 
@@ -250,7 +264,7 @@ def _plan_run(run: Run, fresh: bool) -> list[Any]:
     return [planning.RunPlan(run.cfg, *planning.plan_for(run.cfg))]
 
 
-def _train_or_read(run: Run, label: str, console: Any) -> RunRecord:
+def _train_or_read(run: Run, label: str, console: Any, watcher: TrialWatcher | None) -> RunRecord:
     """Train a run, or read its record if it is finished."""
     record = read_finished(run)
     if record is not None:
@@ -263,7 +277,8 @@ def _train_or_read(run: Run, label: str, console: Any) -> RunRecord:
     _reset_peak_memory()
     failure = ""
     try:
-        result = rl.run(run.cfg, console=console, label=label, describe_plan=lambda planned: (), watchers=[Page()])
+        watchers = [Page(), *([watcher] if watcher is not None else [])]
+        result = rl.run(run.cfg, console=console, label=label, describe_plan=lambda planned: (), watchers=watchers)
     except (train.TrainError, ProofError) as error:
         if not run.may_fail:
             raise

@@ -25,7 +25,9 @@ from octavo.report.evidence.power import Estimate, spread_from_half_width
 from octavo.report.evidence.run_reader import ReportError, RunRecord
 from octavo.report.evidence.trial_claims import (
     ACCURACY,
+    DEFAULT_CLAIMS,
     FORKS,
+    HELD_OUT_LOSS,
     NO_DATA,
     SEEDS,
     TITLES,
@@ -59,6 +61,7 @@ class Design:
     forks: int
     no_forks: str
     accuracy_margin: float
+    loss_margin: float = LOSS_MARGIN
     factors: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     expected: tuple[Estimate, ...] = field(default=(), repr=False)
@@ -68,6 +71,8 @@ class Design:
         """The identity of this design among those in the same folder."""
         recipes = [run.name for run in self.runs if run.kind == "fp8"]
         identity = {"recipes": recipes, "seeds": self.seeds, "forks": self.forks, "factors": list(self.factors)}
+        if self.loss_margin != LOSS_MARGIN:
+            identity["loss_margin"] = self.loss_margin
         estimated = [estimate.claim for estimate in self.expected]
         return identity | {"accuracy_margin": self.accuracy_margin, "claims": estimated}
 
@@ -112,6 +117,7 @@ def design(
     forks: int = 0,
     seeds: int = 1,
     accuracy_margin: float | None = None,
+    loss_margin: float = LOSS_MARGIN,
     factorial: Sequence[str] = (),
     fresh: bool = False,
     claims: Sequence[str] = (),
@@ -143,8 +149,11 @@ def design(
     no_forks = "" if not forks else _why_no_forks(planned, fresh)
     if no_forks:
         planned, forks = [run for run in planned if run.kind != "fork"], 0
-    result = Design(cfg, directory, tuple(planned), seeds, forks, no_forks, accuracy_margin, factors, left_out)
-    expected = (estimate for estimate in _estimate_claims(result, fresh) if not claims or estimate.claim in claims)
+    result = Design(
+        cfg, directory, tuple(planned), seeds, forks, no_forks, accuracy_margin, loss_margin, factors, left_out
+    )
+    judged = claims or (*DEFAULT_CLAIMS, *factorial_cells.EFFECTS)
+    expected = (estimate for estimate in _estimate_claims(result, fresh) if estimate.claim in judged)
     return replace(result, expected=tuple(expected))
 
 
@@ -180,6 +189,7 @@ def _estimate_claims(trial_design: Design, fresh: bool) -> list[Estimate]:
     estimates = [
         *([] if trial_design.cfg.train.phase == "pretrain" else [_estimate_accuracy(trial_design, records)]),
         _estimate_same_weights(trial_design, records),
+        _estimate_held_out_loss(trial_design, records),
     ]
     if trial_design.forks:
         estimates.append(_estimate_gaps(FORKS, "forks", trial_design.forks, _fork_gaps(trial_design, records)))
@@ -224,6 +234,12 @@ def _estimate_same_weights(trial_design: Design, records: Records) -> Estimate:
             if low is not None and high is not None:
                 interval = intervals.relative_loss(low.pieces, high.pieces)
     return _estimate_by_sources(trial_design, WEIGHTS, "images or documents", interval, LOSS_MARGIN)
+
+
+def _estimate_held_out_loss(trial_design: Design, records: Records) -> Estimate:
+    pairs = _earlier_evaluations(trial_design, records)
+    interval = intervals.relative_loss(pairs[0][0].pieces, pairs[0][1].pieces) if pairs else None
+    return _estimate_by_sources(trial_design, HELD_OUT_LOSS, "images or documents", interval, trial_design.loss_margin)
 
 
 def _estimate_by_sources(

@@ -26,7 +26,6 @@ from octavo.report.evidence.trust_table import FAIL, REPORTED, SKIPPED_WARN, Che
 from octavo.report.trial import runs
 from octavo.report.trial.memory_savings import change_section, without_savings
 from octavo.report.trial.reuse import comparable_settings
-from octavo.train.forward.evaluation import ANSWER_LOSS
 
 MAX_COMPONENTS = 4  # components: sixteen cells, each with several seeds
 ACCURACY, LOSS = EFFECTS = ("effect_accuracy", "effect_loss")
@@ -135,6 +134,8 @@ def with_fp8_only_in(cfg: Config, parts: Sequence[str], layers: Mapping[str, Seq
 def _held_out_loss(record: RunRecord) -> float | None:
     """Return the held-out loss of answers, which phases rl and preference name `answer_loss`."""
     figures = record.eval or {}
+    from octavo.train.forward.evaluation import ANSWER_LOSS  # it imports torch, which a waiting trial does not need
+
     return figures.get("loss", figures.get(ANSWER_LOSS))
 
 

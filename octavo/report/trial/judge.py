@@ -70,7 +70,7 @@ class Verdict:
         if self.status == FAIL and worst in self.claims:
             return f"{run['label']} is worse than {dtype}: {what}"
         if self.status == WARN and worst in self.claims:
-            return f"{run['label']} is better than {dtype} by more than the margin: {what}"
+            return f"{run['label']} beats {dtype} beyond the margin: {what}"
         return f"{worst.run}: {what}" if worst is not None and what else f"{run['label']}: no claim was tested"
 
     @property
@@ -141,7 +141,7 @@ def _values_by_operand(health: Sequence[LayerHealth], figure: str, roles: Sequen
 def _health_checks(run: Run, record: RunRecord) -> list[Check]:
     health = record.health
     e5m2 = {row["name"] for row in record.plan.get("rows", ()) if dy_format(row) == "e5m2"}
-    by_format: dict[str, dict[str, float]] = {"e4m3": {}}
+    by_format: dict[str, dict[str, float]] = {}
     for layer in health:
         for role in layer.sqnr:
             fmt = "e5m2" if role.startswith("dy") and layer.layer in e5m2 else "e4m3"
@@ -154,7 +154,8 @@ def _health_checks(run: Run, record: RunRecord) -> list[Check]:
     return [
         trust_table.check_underflow(run.label, _values_by_operand(health, "underflow", ("x", "w", "dy")), wgrad=False),
         of_wgrad(trust_table.check_underflow(run.label, wgrad, wgrad=True)),
-        *(trust_table.check_sqnr(run.label, fmt, values) for fmt, values in by_format.items()),
+        # If only gradients are in FP8, as E5M2, no E4M3 operand is missing; a run without figures misses all of them.
+        *(trust_table.check_sqnr(run.label, fmt, values) for fmt, values in (by_format or {"e4m3": {}}).items()),
         of_wgrad(trust_table.check_cosine(run.label, {h.layer: h.cosine for h in health if h.cosine is not None})),
         trust_table.check_nan_codes(run.label, {h.layer: h.nan_codes for h in health}),
     ]
@@ -210,7 +211,11 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     by_kind = {
         kind: [(run, record) for run, record in runs if run.kind == kind] for kind in ("reference", "noise", "fp8")
     }
-    needed = [kind for kind in by_kind if kind != "noise" or trial_claims.SEEDS in (trial.claims or CLAIMS)]
+    needed = [
+        kind
+        for kind in by_kind
+        if kind != "noise" or trial_claims.SEEDS in (trial.claims or trial_claims.DEFAULT_CLAIMS)
+    ]
     if missing := [kind for kind in needed if not by_kind[kind]]:
         raise ReportError(f"a verdict needs the runs {', '.join(needed)}; missing: {', '.join(missing)}")
     ref_run, ref = by_kind["reference"][0]

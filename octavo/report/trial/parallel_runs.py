@@ -8,14 +8,13 @@ only their ratios are meaningful, and the report says so.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from octavo.base.wording import format_time
 from octavo.config import to_yaml
 from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trial_spec import Run
+from octavo.report.run.time_left import TimeLeft, count_steps
 from octavo.report.trial import exit_with_parent
 
 POLL = 0.5  # seconds between checks of the runs
@@ -166,7 +166,7 @@ class _Progress:
 
     def __init__(self, runs: Sequence[Run], console: Any, jobs: int = 1) -> None:
         self.runs, self.console = runs, console
-        self.left = _TimeLeft([run.cfg.train.total_steps - run.begins for run in runs], jobs)
+        self.left = TimeLeft([run.steps for run in runs], jobs)
         self.ended: set[int] = set()
         self._bars: Any = None
         self._last = time.monotonic()
@@ -190,7 +190,7 @@ class _Progress:
     def update(self, final: bool = False) -> None:
         if self.console is None:
             return
-        done, totals = [_count_steps(run) for run in self.runs], self.left.totals
+        done, totals = [count_steps(run) for run in self.runs], self.left.totals
         left = self.left.update(done, time.monotonic(), self.ended)
         shown = f", about {format_time(left)} left" if left and not final else ""
         if self._bars is not None:
@@ -204,44 +204,3 @@ class _Progress:
             going = [f"{run.label} {now}/{total}" for run, now, total in counts if 0 < now < total]
             text = " | ".join([f"{ended} of {len(counts)} runs done{shown}", *going])
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-class _TimeLeft:
-    """Estimates the time left for runs of ``totals`` steps of which ``jobs`` train at the same time: each run at its
-    own speed since its first recorded step, and those that wait at the mean speed of the others."""
-
-    def __init__(self, totals: Sequence[int], jobs: int) -> None:
-        self.totals, self.jobs = totals, jobs
-        self._first: dict[int, tuple[int, float]] = {}  # run -> (steps, time) when it was first seen training
-        self._paces: dict[int, float] = {}  # run -> seconds a step
-
-    def update(self, done: Sequence[int], now: float, ended: Collection[int] = ()) -> float | None:
-        """Return the seconds left after ``done`` steps of each run, or None before two steps of a run were seen.
-        ``ended``: runs that train no more, also if they failed."""
-        left = []
-        for number, (steps, total) in enumerate(zip(done, self.totals, strict=True)):
-            if number in ended or steps >= total:
-                continue
-            left.append((number, total - steps))
-            if steps:
-                begun, since = self._first.setdefault(number, (steps, now))
-                if steps > begun:
-                    self._paces[number] = (now - since) / (steps - begun)
-        if not left or not self._paces:
-            return None
-        mean = sum(self._paces.values()) / len(self._paces)
-        seconds = [steps * self._paces.get(number, mean) for number, steps in left]
-        return max(*seconds, sum(seconds) / self.jobs) if len(seconds) > 1 else seconds[0]
-
-
-def _count_steps(run: Run) -> int:
-    """Return the steps that a run has trained, by its last whole row."""
-    try:
-        rows = (Path(run.cfg.run.dir) / "metrics.jsonl").read_bytes().rpartition(b"\n")[0]
-    except FileNotFoundError:
-        return 0
-    if not rows:
-        return 0
-    with suppress(ValueError, KeyError, TypeError):  # a damaged row is reported when the run is read
-        return max(0, int(json.loads(rows.rpartition(b"\n")[2])["step"]) - run.begins)
-    return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from octavo.report.evidence import rl_claims
 from octavo.report.evidence.claims import LOSS_MARGIN
 from octavo.report.evidence.power import Estimate
 from octavo.report.evidence.run_reader import ReportError, RunRecord
-from octavo.report.evidence.trial_claims import ACCURACY, FORKS, SEEDS, WEIGHTS, Sides
+from octavo.report.evidence.trial_claims import ACCURACY, FORKS, HELD_OUT_LOSS, SEEDS, WEIGHTS, Sides
 from octavo.report.evidence.trial_spec import Run
 from octavo.report.evidence.trust_table import Check, percent
 from octavo.report.run import completions, page_parts, plots
@@ -51,18 +51,22 @@ MEANINGS = {
     FORKS: "Forks: both precisions continue from high precision's checkpoint at two thirds, with the same data, "
     "several times.",
     SEEDS: "Trajectories: whole runs in pairs with the same seed.",
+    HELD_OUT_LOSS: "Held-out loss: the models that FP8 and high precision trained, on the same held-out answers.",
 }
 ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad": "dy, wgrad"}
 
 
 @dataclass(frozen=True)
 class Interview:
-    """What a run answered about a picture: the ``picture`` as a data URL, the ``label`` of the run, and rows with
-    question, answer, truth and whether it is right."""
+    """What a run answered: the ``title`` of this part of the page, the ``label`` of the run, and rows with question,
+    answer, truth and whether it is right (None: nothing decides that). ``picture``: as a data URL, if the questions are
+    about one. ``note``: a sentence about the model or the question."""
 
-    picture: str
+    title: str
     label: str
     rows: Sequence[Mapping[str, object]]
+    picture: str = ""
+    note: str = ""
 
 
 def write(verdict: Verdict, records: Records, directory: Path, interview: Interview | None = None) -> tuple[Path, ...]:
@@ -125,36 +129,35 @@ def draw_plots(records: Records, directory: Path, claims: Sequence[Check] = ()) 
     fp8 = [(run, record) for run, record in records if run.kind == "fp8"]
     drawings, images = {}, []
 
-    def keep(name: str, figure: Any) -> None:
+    def keep(name: str, draw: Callable[..., Any], *figures: Any) -> None:
         images.append(directory / f"{name}.png")
-        drawings[name] = plots.save(figure, images[-1])
+        drawings[name] = plots.save(lambda width: draw(*figures, width=width), images[-1])
 
     with matplotlib.rc_context(plots.STYLE):
         effects = [check for check in claims if check.name in factorial_cells.EFFECTS]
         claims = [check for check in claims if check.name not in factorial_cells.EFFECTS]
         if any(claim.low is not None and claim.margin for claim in claims):
-            keep("claims", plots.claims_figure(claims))
+            images.append(directory / "claims.png")  # the page draws claims itself
+            images[-1].write_bytes(plots.png(plots.claims_figure(claims)))
         if any(effect.low is not None for effect in effects):
-            keep("effects", plots.effects_figure(effects))
-        if (panels := rl_claims.PANELS.get(fp8[0][0].cfg.train.phase)) is not None:
+            keep("effects", plots.effects_figure, effects)
+        if all(record.steps.size < 2 for _, record in records):
+            pass  # a single step is no curve: the tables have its figures
+        elif (panels := rl_claims.PANELS.get(fp8[0][0].cfg.train.phase)) is not None:
             pairs = rl_plots.pair_sides(records)
-            keep(
-                "learning",
-                rl_plots.learning_figure(
-                    [*rl_plots.unpaired_sides(records), *(fp8_side for fp8_side, _ in pairs), pairs[0][1]], panels
-                ),
-            )
-            keep("gap", rl_plots.reward_gap_figure(pairs, panels[0]))
+            sides = [*rl_plots.unpaired_sides(records), *(fp8_side for fp8_side, _ in pairs), pairs[0][1]]
+            keep("learning", rl_plots.learning_figure, sides, panels)
+            keep("gap", rl_plots.reward_gap_figure, pairs, panels[0])
         else:
             curves = loss_curves(records)
-            keep("loss", plots.loss_figure(curves))
+            keep("loss", plots.loss_figure, curves)
             if any(curve.kind == "noise" for curve in curves):
-                keep("gap", plots.gap_figure(curves, LOSS_MARGIN))
+                keep("gap", plots.gap_figure, curves, LOSS_MARGIN)
         for run, record in fp8:
             if record.health:
                 name = "health" if len(fp8) == 1 else f"health-{run.name}"
                 components = {row["name"]: row.get("component") or "" for row in record.plan.get("rows", ())}
-                keep(name, plots.health_figure(record.health, components, run.label))
+                keep(name, plots.health_figure, record.health, components, run.label)
         # From the bottom: high precision, FP8 with one more saving each, and FP8 with everything on.
         bars = [
             (run.label, record.memory)
@@ -164,9 +167,8 @@ def draw_plots(records: Records, directory: Path, claims: Sequence[Check] = ()) 
         if bars:
             kinds = memory_kinds(bars)
             most = max(sum(memory.get(kind, 0) for kind in kinds) for _, memory in bars)
-            keep(
-                "memory", plots.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, choose_unit(most))
-            )
+            words = {kind: KINDS.get(kind, kind) for kind in kinds}
+            keep("memory", plots.memory_figure, bars, words, choose_unit(most))
     return drawings, images
 
 
@@ -187,7 +189,13 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     elif judges_loss(verdict):
         word = f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}"
         figures = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
-    else:  # the trial does not judge losses
+    elif judges_held_out_loss(verdict):
+        fp8_loss, high_loss = (
+            float((runs[label]["eval"] or {}).get("loss", math.nan)) for label in (run.label, reference[0].label)
+        )
+        word = f"held-out loss, nats a token; {dtype}: {format_fixed(high_loss, 4)}"
+        figures = [{"figure": format_fixed(fp8_loss, 4), "word": word}]
+    else:  # the trial judges accuracy only
         figures = []
     fp8_accuracy, high_figure = (_mean_or_nan([accuracy(pair[at]) for pair in pairs]) for at in (0, 1))
     if math.isfinite(fp8_accuracy) and math.isfinite(high_figure):
@@ -256,8 +264,13 @@ def speed_sentence(records: Records, jobs: int = 1) -> str:
 
 
 def judges_loss(verdict: Verdict) -> bool:
-    """Return whether one of the claims is about losses."""
+    """Return whether one of the claims is about losses during training, whose noise the run with another seed shows."""
     return any(claim.name in (WEIGHTS, FORKS, SEEDS) for claim in verdict.claims)
+
+
+def judges_held_out_loss(verdict: Verdict) -> bool:
+    """Return whether the trial judges the held-out loss of the trained models."""
+    return any(claim.name == HELD_OUT_LOSS for claim in verdict.claims)
 
 
 def computed_on(environment: Mapping[str, Any]) -> str:
@@ -315,6 +328,7 @@ def render(
         runs=verdict.data["arms"],
         noise=verdict.data["noise"],
         judges_loss=judges_loss(verdict),
+        judges_held_out_loss=judges_held_out_loss(verdict),
         dtype=verdict.data["reference_dtype"],
         panels=rl_claims.PANELS.get(verdict.data["phase"], ()),
         no_losses=rl_claims.WHY_NO_LOSS_CLAIMS.get(verdict.data["phase"], ""),

@@ -16,7 +16,7 @@ from octavo.report.evidence.rl_claims import Panel, pair_runs
 from octavo.report.evidence.run_reader import RunRecord, common_steps
 from octavo.report.evidence.trial_claims import Sides
 from octavo.report.evidence.trial_spec import Run
-from octavo.report.run.plots import PALETTE, smooth, window_for
+from octavo.report.run.plots import PALETTE, WIDE, legend_at_title, smooth, window_for
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,15 @@ def unpaired_sides(records: Sequence[tuple[Run, RunRecord]]) -> list[Side]:
     return [Side(run.label, "noise", [record]) for run, record in unpaired]
 
 
-def learning_figure(sides: Sequence[Side], panels: Sequence[Panel]) -> Figure:
-    """Return a figure with a panel for each quantity that any run recorded."""
-    shown = [panel for panel in panels if any(panel.key in r.figures for side in sides for r in side.records)]
-    rows = max(1, -(-len(shown) // 2))
-    figure = Figure(figsize=(9, 0.5 + 2.3 * rows), layout="constrained")
-    all_axes = figure.subplots(rows, 2, squeeze=False).flatten()
+def learning_figure(sides: Sequence[Side], panels: Sequence[Panel], width: float = WIDE) -> Figure:
+    """Return a figure with a panel for each quantity that any run recorded at two steps or more; a single figure is in
+    a table."""
+    records = [record for side in sides for record in side.records]
+    shown = [panel for panel in panels if any(_count_points(record, panel) > 1 for record in records)]
+    across = 2 if width >= WIDE else 1
+    rows = max(1, -(-len(shown) // across))
+    figure = Figure(figsize=(width, 0.5 + 2.3 * rows), layout="constrained")
+    all_axes = figure.subplots(rows, across, squeeze=False).flatten()
     for axes, panel in zip(all_axes, shown, strict=False):
         for side in sides:
             _draw_side(axes, side, [(r.steps, r.figures[panel.key]) for r in side.records if panel.key in r.figures])
@@ -70,13 +73,17 @@ def learning_figure(sides: Sequence[Side], panels: Sequence[Panel]) -> Figure:
         axes.set_axis_off()
     if shown:
         handles, labels = all_axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=min(len(labels), 4))
+        figure.legend(handles, labels, loc="outside upper right", ncols=min(len(labels), 2 * across))
     return figure
 
 
-def reward_gap_figure(pairs: Sequence[tuple[Side, Side]], panel: Panel) -> Figure:
+def _count_points(record: RunRecord, panel: Panel) -> int:
+    return int(np.isfinite(record.figures[panel.key]).sum()) if panel.key in record.figures else 0
+
+
+def reward_gap_figure(pairs: Sequence[tuple[Side, Side]], panel: Panel, width: float = WIDE) -> Figure:
     """Plot FP8 minus high precision, step by step, in pairs with the same seed."""
-    figure = Figure(figsize=(9, 2.9), layout="constrained")
+    figure = Figure(figsize=(width, 2.9), layout="constrained")
     axes = figure.subplots()
     for fp8, high in pairs:
         gaps = []
@@ -92,9 +99,10 @@ def reward_gap_figure(pairs: Sequence[tuple[Side, Side]], panel: Panel) -> Figur
         _draw_side(axes, fp8, gaps)
     axes.axhline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
     axes.margins(x=0.01)
-    axes.set(title=f"{panel.title}: FP8 minus high precision, seed by seed", xlabel="step", ylabel=panel.unit)
+    title = f"{panel.title}: FP8 minus high precision" if width >= WIDE else f"{panel.title}: difference"
+    axes.set(title=f"{title}, seed by seed", xlabel="step", ylabel=panel.unit)
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, borderpad=0)
+        legend_at_title(axes, width, 4 if width >= WIDE else 2)
     return figure
 
 

@@ -12,10 +12,13 @@ LINE_INTERVAL_S = 10.0  # seconds between plain lines
 
 
 class Display:
-    """Shows the steps of a run on a rich console, or nothing if the console is None."""
+    """Shows the steps of a run on a rich console, or nothing if the console is None.
+
+    A watcher may set ``note``, which follows the figures of each step: the time left for more than this run.
+    """
 
     def __init__(self, console: Any, label: str) -> None:
-        self.console, self.label, self.steps = console, label, 0
+        self.console, self.label, self.steps, self.note = console, label, 0, ""
         self._bar: Any = None
         self._task: Any = None
         self._last = 0.0
@@ -39,14 +42,15 @@ class Display:
         """Show a finished step."""
         if self.console is None:
             return
+        figures = "  ".join(text for text in (_figures(row), self.note) if text)
         if self._bar is not None:
-            self._figures, self._part = _figures(row), ""
+            self._figures, self._part = figures, ""
             self._bar.update(self._task, completed=row["step"], figures=self._figures)
             return
         now = time.monotonic()
         if row["step"] in (1, self.steps) or "eval" in row or now - self._last >= LINE_INTERVAL_S:
             self._last = now
-            self.log(f"step {row['step']}/{self.steps}  {_figures(row)}")
+            self.log(f"step {row['step']}/{self.steps}  {figures}")
 
     def show_part(self, part: str) -> None:
         """Show the current part of a step in the bar; plain lines do not show parts."""
