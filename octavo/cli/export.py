@@ -17,6 +17,7 @@ is printed, and why the others stay in BF16. A format in which no layer can be w
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from octavo.cli import arguments, terminal
 
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     if args.json:
         terminal.show_json(exported.to_json())
+    else:
+        terminal.say(f"next: octavo verify {shlex.quote(str(args.directory))}{arguments.key_option(args)}")
     return 0
 
 

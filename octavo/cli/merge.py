@@ -15,8 +15,9 @@ fp8 is the FP8 format that fits the model, as in octavo export. auto is the same
 from __future__ import annotations
 
 import argparse
+import shlex
 
-from octavo.cli import terminal
+from octavo.cli import arguments, terminal
 from octavo.cli.export import FORMATS, add_shared, device
 
 
@@ -50,4 +51,5 @@ def run(args: argparse.Namespace) -> int:
     else:
         for sentence in merged.sentences():
             terminal.say(sentence)
+        terminal.say(f"next: octavo verify {shlex.quote(str(args.directory))}{arguments.key_option(args)}")
     return 0

@@ -36,7 +36,7 @@ def test_paths_outside_the_folder_are_rejected(folder):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none.png", r"'none.png' is missing: no file at .*none\.png; check `images`"),
+        ("none.png", r"'none.png' is missing: no file at .*none\.png; check the row, and `images`"),
         (".", "is missing"),
         ("", "'' is not a file name"),
         ("a\0.png", "is not a file name"),

@@ -176,7 +176,7 @@ def test_errors_name_their_rows(make, function, completions, reason, rows):
     message = rf"reward custom \(rewards.py:{function}\) returned no number for {len(rows)} of {len(completions)} "
     with pytest.raises(RewardError, match=message + rf"completions\. .*{reason}") as error:
         strict.score(completions, columns, where)
-    assert [row for row, _, _ in error.value.bad] == rows and "on_bad_reward: zero" in str(error.value)
+    assert [row for row, _, _ in error.value.bad] == rows and "rl.on_bad_reward: zero" in str(error.value)
     lenient = make(entry, {"reward": "exact_match", "weight": 2.0}, on_bad="zero", timeout=limit)
     table = lenient.score(completions, columns, where)
     assert [row for row, _, _ in table.bad] == rows and np.isnan(table.each["custom"][rows]).all()

@@ -69,6 +69,7 @@ KEYS: Mapping[str, Word] = {
     **_all("kl_coef init_kl_coef", "rl.kl"),
     **_all("reward_funcs reward_functions reward_fn", "rl.rewards"),
     **_all("loss_type pref_loss", "preference.loss"),
+    **_all("loss", "preference.loss", "of phase preference; train.loss is how losses of tokens are averaged"),
     **_all("pref_beta dpo_beta", "preference.beta"),
     **_all("rpo_alpha pref_ftx", "preference.sft", "the weight of the loss of the chosen answer"),
     **_all("optim optimizer_type", "optimizer.states", "the optimizer is AdamW; states chooses how moments are stored"),
@@ -128,6 +129,10 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, Word]] = {
         **dict.fromkeys(("finetune", "fine_tuning", "instruct", "train"), ("sft", "the loss is of answers")),
         "lora": ("sft", "adapters are the section `lora`, in any phase"),
     },
+    ("train", "loss"): dict.fromkeys(
+        ("dpo", "ipo", "orpo", "simpo", "kto", "cpo", "sigmoid", "hinge"),
+        ("preference.loss", "a key of its own, with train.phase: preference"),
+    ),
     ("rl", "algorithm"): {
         "ppo2": ("ppo", "with a critic"),
         "reinforce": ("rloo", "REINFORCE with a leave-one-out baseline"),
@@ -186,7 +191,8 @@ def key_of(section: str, name: str, valid: Collection[str]) -> Word | None:
     if (scoped := IN_SECTION.get((section, word))) is not None:
         return scoped
     general = KEYS.get(word)
-    return general if general is not None and section in ("", general[0].partition(".")[0]) else None
+    # Trainers with one flat list of arguments: they are written at the top, or all under `train`.
+    return general if general is not None and section in ("", "train", general[0].partition(".")[0]) else None
 
 
 def value_of(path: tuple[str, ...], value: object) -> Word | None:

@@ -1,7 +1,8 @@
 """Checks before the first step that each data set has a row that can be used.
 
 Rows are read in the order of training (held-out rows in the order of the file) until one can be used, so the check
-costs one row of each data set unless rows are left out. Every rank reads the same rows and comes to the same result.
+encodes one row of each data set unless rows are left out. If its images, sounds or videos are files, the first rows are
+also read, not encoded, because that finds missing files. Every rank reads the same rows and comes to the same result.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 
 from octavo.base.wording import count_noun
 from octavo.data.batching.collate import Place
@@ -36,8 +38,9 @@ def check_training_rows(loader: Loader | PackLoader) -> None:
     mixture = loader.mixture
     for number, size in enumerate(mixture.sizes):
         order = mixture.orders[number]
-        places = ((number, order.row(0, position)) for position in range(min(size, MAX_ROWS)))
+        places = [(number, order.row(0, position)) for position in range(min(size, MAX_ROWS))]
         check_rows(loader.encoded, loader.policy, places, size)
+        check_files(loader.encoded, loader.policy, places)
 
 
 def check_held_out_rows(held_out: EvalSet) -> None:
@@ -46,7 +49,9 @@ def check_held_out_rows(held_out: EvalSet) -> None:
     remaining = held_out.rows
     for number, source in enumerate(held_out.sources):
         if remaining > 0:  # `EvalSet.max_rows` may leave out later data sets
-            check_rows(held_out.encoded, held_out.policy, ((number, row) for row in range(len(source))), len(source))
+            places = [(number, row) for row in range(len(source))]
+            check_rows(held_out.encoded, held_out.policy, places, len(source))
+            check_files(held_out.encoded, held_out.policy, places[: min(remaining, MAX_ROWS)])
         remaining -= len(source)
 
 
@@ -67,6 +72,26 @@ def check_rows(encoded: EncodedRows, policy: BadRowPolicy, places: Iterable[Plac
         for place, bad in left_out:
             policy.record(place, bad)
         raise _no_usable_row(encoded, left_out, size)
+
+
+def check_files(encoded: EncodedRows, policy: BadRowPolicy, places: Sequence[Place]) -> None:
+    """Read these rows without encoding them, if the first of them name files of images, sounds or videos: a name
+    without a file is an error before training, not during it. Raises the error of a bad row, unless bad rows are
+    skipped."""
+    names_files = False
+    for number, (source, row) in enumerate(places):
+        if number == ROWS_PER_CALL and not names_files:
+            return
+        try:
+            names_files |= _names_files(encoded.sources[source][row])
+        except DataError as bad:
+            policy.refuse(bad)
+
+
+def _names_files(row: object) -> bool:
+    """Whether a row as its source reads it names files. Joined documents are rows of tokens, without files."""
+    kinds = (getattr(row, kind, ()) for kind in ("images", "sounds", "videos"))
+    return any(isinstance(file, Path) for files in kinds if isinstance(files, Sequence) for file in files)
 
 
 def _no_usable_row(encoded: EncodedRows, left_out: Sequence[tuple[Place, BadSample]], size: int) -> DataError:
@@ -97,13 +122,16 @@ def _advise(encoder: RowEncoder, rows: Sequence[object]) -> str:
     if encoder.reserve:
         limit += f" ({encoder.reserve} of them for the answer)"
     measured = rows[:MEASURED_ROWS]
-    shortest = _measure_shortest(encoder, measured)
-    if shortest is None:
+    lengths = _measure_lengths(encoder, measured)
+    if not lengths:
         fixes = ["Raise train.seq_length"]
     else:
         limit += f"; the shortest{f' of {len(measured)}' if len(measured) < len(rows) else ''} has "
-        limit += count_noun(shortest, "token")
-        fixes = [f"Set train.seq_length to {shortest + encoder.reserve} or more"]
+        limit += count_noun(min(lengths), "token")
+        fixes = [f"Set train.seq_length to {min(lengths) + encoder.reserve} or more"]
+        if min(lengths) < max(lengths):
+            share = "all" if len(lengths) == len(measured) else f"{len(lengths)} of {len(measured)}"
+            fixes[0] += f" ({max(lengths) + encoder.reserve} for {share})"
     if encoder.reserve:
         fixes.append("lower rl.max_new_tokens")
     if any(getattr(row, "images", ()) for row in rows):
@@ -117,13 +145,14 @@ def _advise(encoder: RowEncoder, rows: Sequence[object]) -> str:
     return f"{limit}. {', or '.join([', '.join(fixes[:-1]), fixes[-1]] if len(fixes) > 1 else fixes)}"
 
 
-def _measure_shortest(encoder: RowEncoder, rows: Sequence[object]) -> int | None:
-    """Return the number of tokens of the shortest of these rows, or None if none has at most :data:`MAX_TOKENS`."""
+def _measure_lengths(encoder: RowEncoder, rows: Sequence[object]) -> list[int]:
+    """Return the numbers of tokens of the shortest of these rows and of all that are less than four times as long or
+    so; nothing if each has more than :data:`MAX_TOKENS`."""
     encoder = copy.copy(encoder)
     encoder.on_long = "drop"
     while encoder.seq_length < MAX_TOKENS:
         # A row far over the limit costs little, so the limit is raised until one fits: then all shorter rows fit, too.
         encoder.seq_length *= 4
         if fitting := [row for row in encoder.encode_all(rows) if isinstance(row, Sample | Pair)]:
-            return min(max(len(sample.input_ids) for sample in samples_of(row)) for row in fitting)
-    return None
+            return [max(len(sample.input_ids) for sample in samples_of(row)) for row in fitting]
+    return []

@@ -8,6 +8,7 @@ names its file itself.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from octavo.base.wording import count_noun
+from octavo.base.wording import count_noun, nearest
 from octavo.data.errors import MediaProblem, RowProblem, quote_value
+
+MAX_NAMES = 2000  # names in a folder that a missing name is compared with
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,23 @@ def locate(root: Path, name: str, what: str = "image", folders: bool = False) ->
             f"name the folder that holds it in `images`, or copy it there"
         )
     if not exists:
-        raise MediaProblem(f"{what} {name!r} is missing: no file at {path}; check `images` in the configuration")
+        near = nearest(path.name, _names_in(path.parent), 0.7)
+        hint = f"did you mean {near!r}? Else check" if near else "check"
+        raise MediaProblem(
+            f"{what} {name!r} is missing: no file at {path}; {hint} the row, and `images` in the configuration"
+        )
     return path
+
+
+@lru_cache(maxsize=16)
+def _names_in(folder: Path) -> tuple[str, ...]:
+    """Return the names in a folder for a suggestion; none if there are so many that comparing them would take long."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in itertools.islice(entries, MAX_NAMES + 1)]
+    except OSError:  # the folder is missing, too, which the message says by the path
+        return ()
+    return tuple(sorted(names)) if len(names) <= MAX_NAMES else ()
 
 
 @lru_cache(maxsize=4096)

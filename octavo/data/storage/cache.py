@@ -125,15 +125,15 @@ def path_in_cache(
 def _convert(target: Path, source: Path | str, write: Write, log: Log, form: str) -> None:
     temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     file, last = Path(source), time.monotonic()
-    size = format_bytes(file.stat().st_size if file.is_file() else 0)
+    name = f"{file.name} ({format_bytes(file.stat().st_size)})" if file.is_file() else file.name
 
     def progress(share: float) -> None:
         nonlocal last
         if time.monotonic() - last > PROGRESS_SECONDS:
             last = time.monotonic()
-            log(f"{file.name} ({size}): {share:.0%} converted to {form}")
+            log(f"{name}: {share:.0%} converted to {form}")
 
-    log(f"{file.name} ({size}) is converted to {form}, once, into {target.parent}")
+    log(f"{name} is converted to {form}, once, into {target.parent}")
     try:
         write(temporary, progress)
         atomic_write.sync(temporary)

@@ -81,7 +81,9 @@ def parse_document(raw: Any, format: str, *, file: str | Path, row: int, images:
             )
         turn = Turn("assistant", tuple(parts))
         if not turn.text.strip():
-            raise RowProblem("has a text without characters, so there is nothing to learn")
+            raise RowProblem(
+                "has a text without characters, so there is nothing to learn; remove it, or set data.on_bad_sample: skip"
+            )
         if has_lone_surrogate(turn.text):
             raise RowProblem("its text contains a lone surrogate (half of a UTF-16 pair); fix it")
         return Document((turn,), find_images(names, images), str(file), row, identity)

@@ -223,7 +223,7 @@ class Rewards:
         sentence = self._sentence(entry, faulty, completions, where)
         if self.on_bad == "error":
             bad = [(row, entry.name, reason) for row, reason in faulty]
-            raise RewardError(f"{sentence}. Fix the function or the rows, or set on_bad_reward: zero", bad)
+            raise RewardError(f"{sentence}. Fix the function or the rows, or set rl.on_bad_reward: zero", bad)
         kinds = {(entry.name, re.split(r"[\d'\"]", reason)[0]) for _, reason in faulty}
         if kinds - self._known:
             self._news.append(f"{sentence}. They count as 0; further ones of this kind are only counted")

@@ -46,6 +46,7 @@ class Proof(Callback):
         ]
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
+        self.stepped = True
         if run.job.plan is not self.proof.plan:
             self.proof.switch_plan(run.job.plan, number)
         reached = {component for component, n in run.job.stepper.count_forwards(batches).items() if n}
@@ -65,7 +66,8 @@ class Proof(Callback):
             self._write(run)
 
     def end(self, run: Run, result: RunResult) -> None:
-        if self.proof.pending:
+        # A resumed run without a further step has proven its plan before, or has said that it did not.
+        if self.proof.pending and self.stepped:
             run.say(f"no step reached {', '.join(sorted(self.proof.pending))}: its FP8 is planned, not proven")
 
     def _write(self, run: Run) -> None:

@@ -107,6 +107,9 @@ class StopWithoutLossTokens(Callback):
         )
 
     def end(self, run: Run, result: RunResult) -> None:
-        if skipped_rows := run.job.loader.report.counts:
-            listed = ", ".join(f"{count} {action}" for action, count in sorted(skipped_rows.items()))
-            run.say(f"rows: {listed}; see {run_dir.skipped_path(run.cfg)}")
+        held_out = run.job.evalset
+        reports = {"rows": run.job.loader.report, "held-out rows": held_out.report if held_out is not None else None}
+        for rows, report in reports.items():
+            if report is not None and report.counts:
+                listed = ", ".join(f"{count} {action}" for action, count in sorted(report.counts.items()))
+                run.say(f"{rows}: {listed}; see {run_dir.skipped_path(run.cfg)}")
