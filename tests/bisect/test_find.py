@@ -48,7 +48,7 @@ def test_single_gemm_is_found_in_logarithmic_runs_and_its_layer_stays_in_fp8(tra
     assert result["sets"][0][0] == {"name": UP, "gemm": "fwd", "component": "foundation"}
     assert len(result["runs"]) == len(answer.lines) and result["rules"] == [{"match": UP, "recipe": "rowwise"}]
     page = (tmp_path / "bisect.html").read_text()
-    assert f"fwd of {UP} breaks it" in page and page.count("<svg") == 2
+    assert f"fwd of {UP} breaks it" in page and page.count("<svg") == 4
     assert min((tmp_path / f"{name}.png").stat().st_size for name in ("loss", "gap")) > 5000
 
 

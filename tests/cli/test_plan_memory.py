@@ -33,7 +33,7 @@ def test_settings_of_a_file_with_a_published_model_and_a_card(capsys) -> None:
 def test_switches_without_savings_are_not_listed(capsys, monkeypatch) -> None:
     switches = [Switch("key.saving", True, False, 10**9, ""), Switch("key.wasting", True, False, -(10**9), "")]
     switches += [Switch("key.on", True, True, -(10**9), "")]
-    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks: switches)
+    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks, progress: switches)
     assert main(["plan", "--shape", "llama2_7b", "--card", "80GB"]) == 0
     out = capsys.readouterr().out
     assert "key.saving" in out and "key.wasting" not in out
@@ -85,7 +85,7 @@ EXAMPLES = EXAMPLE.parent
 
 def test_rl_step_has_rollout_and_update_columns(capsys, monkeypatch) -> None:
     """On a small card, only as many completions as fit are generated at a time."""
-    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks: [])
+    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks, progress: [])
     file = EXAMPLES / "qwen3_1_7b_grpo_lora_5gb.yaml"
     small = ["rl.slots=null", "rl.kl=0.1", "train.seq_length=512", "rl.max_new_tokens=384", "rl.prompts=16"]
     command = ["plan", str(file), "--shape", "qwen3_1_7b", "--card", "4.5GB", *small]
@@ -109,7 +109,7 @@ def test_rl_step_has_rollout_and_update_columns(capsys, monkeypatch) -> None:
 
 @pytest.mark.long
 def test_rollout_pages_are_planned_and_too_few_are_rejected(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks: [])
+    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks, progress: [])
     file = EXAMPLES / "qwen3_1_7b_grpo_lora_5gb.yaml"
     small = ["rl.slots=null", "train.seq_length=512", "rl.max_new_tokens=384", "rl.prompts=16"]
     command = ["plan", str(file), "--shape", "qwen3_1_7b", *small]
@@ -125,7 +125,7 @@ def test_rollout_pages_are_planned_and_too_few_are_rejected(capsys, monkeypatch)
 
 
 def test_preference_step_has_two_rows_per_pair(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks: [])
+    monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks, progress: [])
     file = EXAMPLES / "qwen3_vl_8b_dpo_lora.yaml"
     command = ["plan", str(file), "--shape", "qwen3_1_7b", "--json", "fp8.image_encoder=null", "train.seq_length=256"]
     assert main([*command, "train.recompute=none"]) == 0

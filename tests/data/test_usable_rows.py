@@ -34,7 +34,7 @@ def test_shortest_length_is_named_and_suffices(models, folder, tmp_path):
     assert f"none of its 3 rows fits into train.seq_length: 16; the shortest has {needed} tokens" in message
     lengths = [len(Encoder(processor, 4096).encode(source[row]).input_ids) for row in range(3)]
     most = sorted(lengths)[1]  # the third is not measured: it is more than four times as long as the limit
-    assert f"Set train.seq_length to {needed} or more ({most} for 2 of 3), or data.on_long to cut" in message
+    assert f"Set train.seq_length to {needed} or more ({most} for 2 of 3)" in message
     assert len(message) < 300
     assert sorted(json.loads(line)["row"] for line in report.read_text().splitlines()) == [0, 1, 2]
     ranks = [loader([source], Encoder(processor, 16), rank=rank, world=4) for rank in range(4)]
@@ -49,6 +49,11 @@ def test_cut_is_advised_only_where_it_helps(models, folder):
     processor, source = models("qwen3"), long_rows(folder, (40,))
     cut = refusal(check_training_rows, loader([source], Encoder(processor, 16, on_long="cut")))
     assert "data.on_long: cut leaves no token to learn. Set train.seq_length to" in cut and "to cut" not in cut
+    dropped = refusal(check_training_rows, loader([source], Encoder(processor, 16)))  # the prompt fills the length
+    assert "data.on_long: cut leaves no token to learn. Set train.seq_length to" in dropped and "to cut" not in dropped
+    answer = folder.read([folder.llava("a", "answer " * 40)], "answer.json")
+    assert "or more, or data.on_long to cut" in refusal(check_training_rows, loader([answer], Encoder(processor, 16)))
+    check_training_rows(loader([answer], Encoder(processor, 16, on_long="cut")))
     check_training_rows(loader([source], Encoder(processor, 16, on_long="cut", train_on_prompt=True)))
     with pytest.raises(DataError, match="set data.on_long to drop or cut"):
         check_training_rows(loader([source], Encoder(processor, 16, on_long="error")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy
 import pytest
+import torch
 from PIL import Image
 
 import octavo
@@ -59,8 +62,10 @@ def test_sft_on_rows_is_sft_on_their_file(make: Make, place: Path, capsys: pytes
     values = without_data(make("train.steps=3", dir="rows"))
     train_data, eval_data = says(place), rows_of(place / "talk" / "test.json")
     before = copy.deepcopy((values, train_data, eval_data))
+    generators = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     result = octavo.run(values, train_data=train_data, eval_data=datasets.Dataset.from_list(eval_data))
     assert (values, train_data, eval_data) == before
+    assert (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == generators
     from_file = train.run(file)
     assert result.status == "finished" and result.losses() == from_file.losses() and result.eval == from_file.eval
     shown = capsys.readouterr().out

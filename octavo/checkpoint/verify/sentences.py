@@ -211,8 +211,8 @@ SENTENCES: dict[str, str] = {
     "against-shape": "{name!r} in {file} is {shape} and {other} in the reference; compare with the folder that this "
     "one was made from.",
     "against-values": "{name!r} in {file} {much}, where a correct cast stays below {bound:.3g} ({worst}): a trained "
-    "or merged model, the wrong reference, or damage; compare a model that was trained with its BF16 weights: RUN/hf, or "
-    "what octavo merge RUN DIR --format bf16 writes.",
+    "or merged model, the wrong reference, or damage; compare a trained model with its BF16 weights: RUN/hf, or what "
+    "octavo merge RUN DIR --format bf16 writes.",
     "error": "{name!r} in {file} {much}, where a correct cast stays below {bound:.3g} ({worst}); {cause}; export it "
     "again.",
     "error/suspicious": "{name!r} in {file} has a row {ratio:.3g} times beyond the bound of one cast ({bound:.3g} of "

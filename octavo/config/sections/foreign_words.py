@@ -131,7 +131,7 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, Word]] = {
     },
     ("train", "loss"): dict.fromkeys(
         ("dpo", "ipo", "orpo", "simpo", "kto", "cpo", "sigmoid", "hinge"),
-        ("preference.loss", "a key of its own, with train.phase: preference"),
+        ("preference.loss", "another key, with train.phase: preference"),
     ),
     ("rl", "algorithm"): {
         "ppo2": ("ppo", "with a critic"),

@@ -121,7 +121,7 @@ def _advise(encoder: RowEncoder, rows: Sequence[object]) -> str:
     limit = f"train.seq_length: {encoder.seq_length + encoder.reserve}"
     if encoder.reserve:
         limit += f" ({encoder.reserve} of them for the answer)"
-    measured = rows[:MEASURED_ROWS]
+    measured = rows[:MEASURED_ROWS]  # encoding all rows again could take long
     lengths = _measure_lengths(encoder, measured)
     if not lengths:
         fixes = ["Raise train.seq_length"]
@@ -138,11 +138,18 @@ def _advise(encoder: RowEncoder, rows: Sequence[object]) -> str:
         fixes.append("lower data.max_pixels")
     if "cut" not in encoder.on_long_options:
         limit += f", and data.on_long has no cut for {encoder.rows_kind}"
-    elif encoder.on_long == "cut":
+    elif not _has_tokens_after_cut(encoder, measured):
         limit += ", and data.on_long: cut leaves no token to learn"
     else:
         fixes.append("data.on_long to cut, which keeps the beginning of each row")
     return f"{limit}. {', or '.join([', '.join(fixes[:-1]), fixes[-1]] if len(fixes) > 1 else fixes)}"
+
+
+def _has_tokens_after_cut(encoder: RowEncoder, rows: Sequence[object]) -> bool:
+    """Return whether on_long: cut keeps a token to learn in one of these rows; a long prompt leaves none."""
+    encoder = copy.copy(encoder)
+    encoder.on_long = "cut"
+    return any(isinstance(row, Sample | Pair) for row in encoder.encode_all(rows))
 
 
 def _measure_lengths(encoder: RowEncoder, rows: Sequence[object]) -> list[int]:

@@ -82,7 +82,8 @@ def parse_document(raw: Any, format: str, *, file: str | Path, row: int, images:
         turn = Turn("assistant", tuple(parts))
         if not turn.text.strip():
             raise RowProblem(
-                "has a text without characters, so there is nothing to learn; remove it, or set data.on_bad_sample: skip"
+                "has a text without characters, so there is nothing to learn; remove it, or set "
+                "data.on_bad_sample: skip"
             )
         if has_lone_surrogate(turn.text):
             raise RowProblem("its text contains a lone surrogate (half of a UTF-16 pair); fix it")

@@ -215,7 +215,8 @@ def _check_texts(rows: Rows, kind: str) -> None:
             f"{rows.path}: text files ({rows.files[0].name}) are documents of train.phase: pretrain; this phase needs "
             'conversations, such as {"messages": [...]} in the lines of a .jsonl file'
         )
-    if kind == "documents" and isinstance(rows, Shards) and isinstance(rows.path, Path):
+    # The path of a streamed data set of the hub is its name.
+    if kind == "documents" and isinstance(rows, Shards) and isinstance(rows.path, Path) and rows.path.is_dir():
         refuse_mixed_texts(rows.path, rows.names())
 
 
