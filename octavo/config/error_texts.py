@@ -68,7 +68,7 @@ def describe_error(detail: ErrorDetails, path: Path) -> tuple[str, str]:
 def _missing(path: Path) -> tuple[str, str]:
     section = _section(path)
     if section is not None and _is_list(path):
-        entry = f"{{{_first_required(section)}: ...}}"
+        entry = f"{{{_first_necessary_key(section)}: ...}}"
         return "required, but absent", f"add `{path[-1]}: [{entry}]` under `{dotted(path[:-1])}`"
     if section is not None:
         needed = [name for name, field in section.model_fields.items() if field.is_required()]
@@ -88,7 +88,7 @@ def _type_fix(kind: str, value: Any, path: Path) -> str:
     if value is None:
         section = _section(path)
         if section and _is_list(path):
-            return f"list its entries under it, each as {{{_first_required(section)}: ...}}"
+            return f"list its entries under it, each as {{{_first_necessary_key(section)}: ...}}"
         if section and any(field.is_required() for field in section.model_fields.values()):
             return "indent its keys under it"
         if kind == "model_type":
@@ -225,14 +225,14 @@ def _options(path: Path) -> tuple[Any, ...]:
 
 def _is_list(path: Path) -> bool:
     field = _fields(path[:-1]).get(str(path[-1]))
-    return field is not None and typing.get_origin(_unannotated(field.annotation)) is tuple
+    return field is not None and typing.get_origin(_without_annotation(field.annotation)) is tuple
 
 
-def _first_required(section: type[BaseModel]) -> str:
+def _first_necessary_key(section: type[BaseModel]) -> str:
     return next(name for name, field in section.model_fields.items() if field.is_required())
 
 
-def _unannotated(annotation: Any) -> Any:
+def _without_annotation(annotation: Any) -> Any:
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
 
 

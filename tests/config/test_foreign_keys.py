@@ -86,7 +86,8 @@ def test_keys_are_translated_wherever_they_are_written(section: str, key: str, m
 @pytest.mark.parametrize(
     ("key", "valid"),
     [("scale_rewards", "rewards"), ("save_steps", "steps"), ("reference_free", "reference"), ("lr", "rl"),
-     ("local_rank", "lora_rank"), ("fp8", "mxfp8"), ("template", "template_args"), ("vision_tower", "revision"), ("loss", "slots")],
+     ("local_rank", "lora_rank"),
+     ("fp8", "mxfp8"), ("template", "template_args"), ("vision_tower", "revision"), ("loss", "slots")],
 )  # fmt: skip
 def test_other_words_are_no_typing_errors(key: str, valid: str) -> None:
     assert typing_error(key, {valid: valid}) is None
