@@ -49,7 +49,12 @@ def disagreements(text: str) -> list[str]:
     for there, here, *_ in rows(text):
         for word in re.findall(r"`(\w+)`", there):
             own = foreign_words.KEYS.get(word, ("", ""))[0].partition(":")[0].split(".")[-1]
-            if own and here != "none" and not re.search(rf"\b{own}\b", here):
+            if (
+                own
+                and word not in foreign_words.SEVERAL_MEANINGS
+                and here != "none"
+                and not re.search(rf"\b{own}\b", here)
+            ):
                 wrong.append(f"{word}: {here}, and {own} in foreign_words.py")
     return wrong
 

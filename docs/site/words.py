@@ -22,7 +22,7 @@ def _rows(entries: Iterable[tuple[str, words.Word]]) -> Iterator[str]:
 
 
 def section() -> str:
-    """Return the tables: keys, keys in one section, names of components, values."""
+    """Return the tables: keys, keys in one section, keys without a counterpart, names of components, values."""
     head = "| there | here | |\n|---|---|---|"
     scoped = ((f"{section}: {{{key}}}", meaning) for (section, key), meaning in words.IN_SECTION.items())
     values = (
@@ -31,9 +31,11 @@ def section() -> str:
         for value, (own, why) in meanings.items()
     )
     components = ((name, (own, "a component")) for name, own in words.COMPONENT_WORDS.items())
+    without = words.WITHOUT_COUNTERPART
     tables = {
         "Keys": _rows(words.KEYS.items()),
         "Keys of a section": _rows(scoped),
+        "Without a counterpart": _rows((word, ("none", why)) for word, why in without.items()),
         "Components": _rows(components),
         "Values": _rows(values),
     }

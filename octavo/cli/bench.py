@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
         return bench.report(args.suite[1:])
     if unknown := [name for name in args.suite if name not in ("all", *SUITES)]:
-        near = did_you_mean(unknown[0], ("all", *SUITES))
+        from octavo.config.sections.foreign_words import SUITE_WORDS
+
+        near = did_you_mean(SUITE_WORDS.get(unknown[0].lower(), unknown[0]), ("all", *SUITES))
         known = ", ".join(("all", *SUITES))
         print(f"octavo bench: there is no suite {unknown[0]!r}; suites are: {known}.{near}", file=sys.stderr)
         return 2

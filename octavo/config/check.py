@@ -4,22 +4,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from octavo.config.config import Config
-from octavo.config.error_texts import describe_error
+from octavo.config.error_texts import describe_error, is_written_elsewhere, meant_key
 from octavo.config.merge import Tree
 from octavo.config.rules import general
 from octavo.config.yaml.document import Path
 from octavo.config.yaml.problems import MAX_SHOWN, ConfigError, Place, Problem, dotted
 
+#: keys of another trainer at the top, from which on a file is taken for one of another framework
+FLAT = 3
 #: placeholders for required keys, so that rules over the other keys can be checked
 _REQUIRED: tuple[tuple[str, str, Any], ...] = (
     ("model", "path", "-"), ("data", "train", [{"path": "-"}]), ("train", "phase", "sft"),
+    ("rl", "rewards", ["exact_match"]),
 )  # fmt: skip
 
 
@@ -34,6 +38,7 @@ def to_config(tree: Tree) -> Config:
     problems = list(tree.problems)
     wrong_paths: list[Path] = []
     num_unlisted = 0
+    translated: dict[Path, str] = {}
     # A value that could not be read is None in the tree, which is not a second problem.
     unread = {problem.key for problem in tree.problems}
     order = _order(tree)
@@ -41,18 +46,21 @@ def to_config(tree: Tree) -> Config:
         config: Config | None = Config.model_validate(tree.value, context={"rules": "later"})
     except ValidationError as error:
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
-        details = _without_consequences(_drop_duplicates(details), tree)
+        unknown = [tuple(d["loc"]) for d in details if d["type"] == "extra_forbidden"]
+        translated = {path: key for path in unknown if (key := meant_key(path)) is not None}
+        details = _without_consequences(_drop_duplicates(details), tree, set(translated.values()))
         details.sort(key=lambda detail: order(tree.place(tuple(detail["loc"]))))
         reported = [d for d in details if d.get("input") is not None or dotted(tuple(d["loc"])) not in unread]
         num_unlisted = len(reported[MAX_SHOWN:])
-        problems += [_problem(detail, tree) for detail in reported[:MAX_SHOWN]]
+        problems += _mention_import([_problem(detail, tree) for detail in reported[:MAX_SHOWN]], translated)
         wrong_paths = [tuple(detail["loc"]) for detail in details]
         config = None if num_unlisted else _without_wrong_values(tree.value, wrong_paths)
     if config is not None:
         extends_failed = any(problem.key == "extends" for problem in problems)
         for finding in general.check(config):
-            # A key that is absent because `extends` failed is not a second problem.
-            if extends_failed and finding.reason == general.ABSENT:
+            # A key that is absent because `extends` failed, or has another trainer's name, is not a second problem.
+            named = {dotted(path) for path in (finding.path, *finding.needs)} & set(translated.values())
+            if finding.reason == general.ABSENT and (extends_failed or named):
                 continue
             if dotted(finding.path) not in unread and not any(
                 _overlaps(path, b) for path in (finding.path, *finding.needs) for b in wrong_paths
@@ -76,9 +84,9 @@ def _drop_duplicates(details: list[ErrorDetails]) -> list[ErrorDetails]:
     return remaining
 
 
-def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[ErrorDetails]:
-    """Drop errors that follow from others: keys that a broken `extends` would have set, and lists that count as empty
-    because their entries are wrong."""
+def _without_consequences(details: list[ErrorDetails], tree: Tree, meant: set[str]) -> list[ErrorDetails]:
+    """Drop errors that follow from others: keys that a broken `extends` would have set, keys that are there under a
+    name of another trainer (``meant``), and lists that count as empty because their entries are wrong."""
     extends_failed = any(problem.key == "extends" for problem in tree.problems)
     places = [tuple(detail["loc"]) for detail in details]
 
@@ -86,9 +94,21 @@ def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[Error
         here = tuple(detail["loc"])
         if detail["type"] == "too_short":
             return any(place != here and place[: len(here)] == here for place in places)
-        return detail["type"] == "missing" and extends_failed
+        return detail["type"] == "missing" and (extends_failed or is_written_elsewhere(here, meant))
 
     return [detail for detail in details if not follows(detail)]
+
+
+def _mention_import(problems: list[Problem], translated: Mapping[Path, str]) -> list[Problem]:
+    """Let the first of several keys of another trainer at the top of a file name the command that translates files."""
+    flat = {dotted(path) for path in translated if len(path) == 1}
+    of_files = [number for number, problem in enumerate(problems) if problem.place.source.endswith((".yaml", ".yml"))]
+    at_top = [number for number in of_files if problems[number].key in flat]
+    if len(at_top) >= FLAT:
+        first = problems[at_top[0]]
+        hint = f"`octavo import {first.place.source} -o my.yaml` translates files of other frameworks"
+        problems[at_top[0]] = dataclasses.replace(first, fix=f"{first.fix} {hint}")
+    return problems
 
 
 def _order(tree: Tree) -> Callable[[Place], tuple[int, int, int]]:
@@ -111,7 +131,8 @@ def _without_wrong_values(value: dict[str, Any], wrong_paths: list[Path]) -> Con
         for path in wrong_paths:
             _remove(repaired, path, whole_lists)
         for section, key, filler in _REQUIRED:
-            repaired.setdefault(section, {}).setdefault(key, filler)
+            if section != "rl" or isinstance(repaired.get("rl"), dict):  # an optional section
+                repaired.setdefault(section, {}).setdefault(key, filler)
         try:
             return Config.model_validate(repaired, context={"rules": "later"})
         except ValidationError:

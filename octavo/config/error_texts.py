@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -67,6 +67,9 @@ def describe_error(detail: ErrorDetails, path: Path) -> tuple[str, str]:
 
 def _missing(path: Path) -> tuple[str, str]:
     section = _section(path)
+    if section is not None and _is_list(path):
+        entry = f"{{{_first_necessary_key(section)}: ...}}"
+        return "required, but absent", f"add `{path[-1]}: [{entry}]` under `{dotted(path[:-1])}`"
     if section is not None:
         needed = [name for name, field in section.model_fields.items() if field.is_required()]
         return (
@@ -84,6 +87,8 @@ def _limit(bound: float) -> str:
 def _type_fix(kind: str, value: Any, path: Path) -> str:
     if value is None:
         section = _section(path)
+        if section and _is_list(path):
+            return f"list its entries under it, each as {{{_first_necessary_key(section)}: ...}}"
         if section and any(field.is_required() for field in section.model_fields.values()):
             return "indent its keys under it"
         if kind == "model_type":
@@ -132,34 +137,57 @@ def _unknown_key_fix(path: Path) -> str:
     section, name = _section(path[:-1]), str(path[-1])
     if section is None:
         return ""
-    valid = [*section.model_fields, *(["extends"] if section is Config else [])]
-    inside = next((str(part) for part in path[:-1]), "")
-    translated = foreign_words.key_of(inside, name, valid)
-    if translated is not None:
+    valid = _valid_keys(section)
+    inside = _named_section(path)
+    if (translated := foreign_words.key_of(inside, name, valid)) is not None:
         return foreign_words.suggest(f"`{translated[0]}`", translated[1])
-    close = nearest(name, valid)
-    if close:
-        return f"did you mean `{close}`?"
-    sections_with_key = [
-        f"{top}.{name}" for top in Config.model_fields if name in _fields((top,)) and (top,) != path[:-1]
-    ]
-    if sections_with_key and (not inside or name not in foreign_words.SEVERAL_MEANINGS):
-        return f"did you mean `{sections_with_key[0]}`?"
-    similar = nearest(name, foreign_words.KEYS, 0.85)
-    if similar:
-        return foreign_words.suggest(f"`{foreign_words.KEYS[similar][0]}`", foreign_words.KEYS[similar][1])
+    if explanation := foreign_words.without_counterpart(name):
+        return explanation
+    near = foreign_words.near_key(inside, name, valid)
+    if near is not None and near[0] in valid:
+        return foreign_words.suggest(f"`{near[0]}`", "")
+    same_key = [f"`{top}.{name}`" for top in Config.model_fields if name in _fields((top,)) and (top,) != path[:-1]]
+    if same_key and (not inside or name not in foreign_words.SEVERAL_MEANINGS):
+        return foreign_words.suggest(join_words(tuple(same_key), "or"), "")
+    if near is not None:
+        return foreign_words.suggest(f"`{near[0]}`", near[1])
     return "valid here: " + ", ".join(valid)
+
+
+def meant_key(path: Path) -> str | None:
+    """Return the key of Octavo, dotted, that an unknown key at ``path`` has in another trainer, or None."""
+    section = _section(path[:-1])
+    if section is None:
+        return None
+    translated = foreign_words.key_of(_named_section(path), str(path[-1]), _valid_keys(section))
+    return translated[0].partition(":")[0] if translated is not None else None
+
+
+def is_written_elsewhere(path: Path, meant: Collection[str]) -> bool:
+    """Return whether an absent key is among ``meant`` (dotted keys), or, for a section at the top, some of its keys
+    are, and all that it requires."""
+    if len(path) > 1:
+        return dotted(path) in meant
+    needed = {f"{path[0]}.{name}" for name, field in _fields(path).items() if field.is_required()}
+    return needed <= set(meant) and any(key.startswith(f"{path[0]}.") for key in meant)
+
+
+def _valid_keys(section: type[BaseModel]) -> list[str]:
+    return [*section.model_fields, *(["extends"] if section is Config else [])]
+
+
+def _named_section(path: Path) -> str:
+    return next((str(part) for part in path[:-1]), "")
 
 
 def _meant_value(path: Path, value: object, options: Sequence[str]) -> str:
     """Return the question whether another value was meant, or nothing."""
     names = tuple(part for part in path if isinstance(part, str))
-    if (translated := foreign_words.value_of(names, value)) is not None:
-        return f"{foreign_words.suggest(*translated)} "
-    # Names of objectives are short: one letter makes another objective.
-    guessed = names not in foreign_words.OBJECTIVES or len(str(value)) >= 5
-    close = nearest(str(value), options, 0.8 if names in foreign_words.OBJECTIVES else 0.6) if guessed else None
-    return f"{foreign_words.suggest(close, '')} " if close else ""
+    meant = foreign_words.value_of(names, value)
+    if meant is None and isinstance(value, str):
+        meant = foreign_words.near_value(names, value, options)
+    # A recipe may exist, and not for this key; a word with a dot is another key.
+    return f"{foreign_words.suggest(*meant)} " if meant and (meant[0] in options or "." in meant[0]) else ""
 
 
 def _fields(path: Path) -> dict[str, Any]:
@@ -193,6 +221,19 @@ def _options(path: Path) -> tuple[Any, ...]:
     names = [part for part in path if isinstance(part, str)]
     field = _fields(tuple(names[:-1])).get(names[-1])
     return typing.get_args(_inner(field.annotation)) if field else ()
+
+
+def _is_list(path: Path) -> bool:
+    field = _fields(path[:-1]).get(str(path[-1]))
+    return field is not None and typing.get_origin(_without_annotation(field.annotation)) is tuple
+
+
+def _first_necessary_key(section: type[BaseModel]) -> str:
+    return next(name for name, field in section.model_fields.items() if field.is_required())
+
+
+def _without_annotation(annotation: Any) -> Any:
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
 
 
 def _default(path: Path) -> list[Any]:

@@ -102,7 +102,7 @@ def test_recipe_follows_load_in_fp8_in_python():
     [
         ("load_in_fp8: blok", "", "expected a word or a mapping, found 'blok'; did you mean blockwise? use"),
         ("load_in_fp8: 1", "", "expected a word or a mapping, found 1"),
-        ("load_in_fp8: {foundation: rows}", "", "'rows'; did you mean rowwise? one of rowwise, blockwise, tensorwise"),
+        ("load_in_fp8: {foundation: rows}", "", "'rows'; did you mean rowwise (one scale a row)? one of rowwise"),
         ("load_in_fp8: {tower: row}", "", "x.yaml:1: model.load_in_fp8.tower: unknown key; valid here: foundation"),
         ("load_in_fp8: row", "fp8: {recipe: blockwise}", "x.yaml:5: fp8.recipe: blockwise does not multiply by the "
          "codes of load_in_fp8: rowwise (foundation); use rowwise, off (high precision, from the codes' values), "

@@ -61,7 +61,7 @@ def _model(config: Sections) -> Iterator[Finding]:
         if why := glob_problem(pattern):
             reason = f"{describe_value(pattern)} is neither a component nor a glob over module names: {why}"
             yield finding(key, reason, f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"')
-        elif not set(pattern) & {".", "*"} and (close := component_of(pattern) or nearest(pattern, FREEZABLE, 0.85)):
+        elif not set(pattern) & {".", "*"} and (close := component_of(pattern, FREEZABLE)):
             yield finding(key, f"unknown component {describe_value(pattern)}", f"did you mean {close}?")
 
 

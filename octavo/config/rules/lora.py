@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.base.recipe_specs import RECIPES_OF_KIND
-from octavo.base.wording import nearest
 from octavo.config.rules.findings import Finding, finding, glob_problem
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.foreign_words import component_of
@@ -80,7 +79,7 @@ def _targets(config: Sections) -> Iterator[Finding]:
             if why := glob_problem(pattern):
                 reason = f"{describe_value(pattern)} is neither a component nor a glob over module names: {why}"
                 yield finding(where, reason, f'use {", ".join(COMPONENTS)} or e.g. "**.q_proj"')
-            elif close := component_of(pattern) or nearest(pattern, COMPONENTS, 0.8):
+            elif close := component_of(pattern, COMPONENTS):
                 yield finding(where, f"unknown component {describe_value(pattern)}", f"did you mean {close}?")
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.base.recipe_specs import PER_TOKEN, SPECS, join_words
-from octavo.base.wording import nearest
 from octavo.config.rules.findings import Finding, finding
 from octavo.config.sections.all_sections import Sections
-from octavo.config.sections.foreign_words import suggest, value_of
+from octavo.config.sections.foreign_words import near_value, suggest, value_of
 from octavo.config.sections.names import Section
 from octavo.config.sections.rl import BEYOND_SFT, CRITIC_KEYS, OPTIONS, WITH_CRITIC, WITH_KL, RlSection
 from octavo.config.sections.run import RunSection
@@ -117,8 +116,8 @@ def _rl(config: Sections) -> Iterator[Finding]:
             fix = f"use {', '.join(BUILT_IN)}, FILE.py:FUNCTION, or the path of a folder such as ./reward_model"
             if (translated := value_of(("rl", "rewards"), entry.reward)) is not None:
                 fix = f"{suggest(*translated)} {fix}"
-            elif (near := nearest(entry.reward, BUILT_IN, 0.7)) is not None:
-                fix = f"{suggest(near, '')} {fix}"
+            elif (near := near_value(("rl", "rewards"), entry.reward, BUILT_IN)) is not None:
+                fix = f"{suggest(*near)} {fix}"
             yield finding(where, f"there is no reward `{entry.reward}`", fix)
     if rl.invariant and rl.kv == "fp8":
         reason = "rollouts would use other keys and values than training"
