@@ -8,6 +8,7 @@ CONFIG, PLAN, PROOF, GAIN, RESULT = "config.yaml", "plan.json", "proof.json", "g
 ENVIRONMENT = "environment.json"
 METRICS, ADAPT, CHECKS = "metrics.jsonl", "adapt.jsonl", "checks.jsonl"
 CHECKPOINTS, MILESTONES = "checkpoints", "milestones"
+NCCL_TRACE = "nccl_trace_rank_"  # followed by the rank; may precede the configuration
 
 _MAY_BE_ENCRYPTED = ("skipped.jsonl", "answers.jsonl", "completions.jsonl", "reference.safetensors")
 # All that a run, its page and its trackers write, except its checkpoints.
@@ -20,4 +21,4 @@ _WRITTEN = frozenset({
 
 def is_written_by_run(name: str) -> bool:
     """Return True if a run writes a file or folder of this name, apart from its checkpoints."""
-    return name in _WRITTEN or name.startswith("nccl_trace_rank_")
+    return name in _WRITTEN or name.startswith(NCCL_TRACE)
