@@ -34,7 +34,8 @@ def run(
     Rows and functions are not copied to files. In the configuration they have names, which are added where it has none:
     ``data.train: [{path: "python:train_data"}]``, ``data.eval: [{path: "python:eval_data"}]`` and ``rl.rewards:
     ["python:NAME"]``. Write such an entry to give further keys (``format``, ``columns``, ``weight``), or to train on
-    files as well. A resumed run needs the same rows, by their SHA-256, and functions with the same source.
+    files as well. A run that is resumed, or has finished, needs the same rows, by their SHA-256, and
+    functions with the same source.
 
     Under torchrun every rank calls this, with the same arguments.
 

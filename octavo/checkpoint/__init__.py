@@ -8,6 +8,7 @@ from octavo.checkpoint.run_state.dcp_safe import SafeReader
 from octavo.checkpoint.run_state.files import (
     MOVED_SUFFIX,
     foreign_entries,
+    has_saves,
     prune,
     read_state,
     remove_leftovers,
@@ -22,6 +23,7 @@ from octavo.checkpoint.verify.findings import VerifyResult
 
 __all__ = [
     "BackgroundSaver", "CheckpointError", "MOVED_SUFFIX", "RestoredState", "SafeReader", "Snapshot", "VerifyResult",
-    "WITHOUT_STATES", "describe_nonfinite", "foreign_entries", "latest", "load", "load_weights", "prune", "read_state",
-    "remove_leftovers", "rng", "save", "save_hf", "steps", "take_snapshot", "verify", "why_misplaced", "write",
+    "WITHOUT_STATES", "describe_nonfinite", "foreign_entries", "has_saves", "latest", "load", "load_weights", "prune",
+    "read_state", "remove_leftovers", "rng", "save", "save_hf", "steps", "take_snapshot", "verify",
+    "why_misplaced", "write",
 ]  # fmt: skip

@@ -12,7 +12,8 @@ import argparse
 
 from octavo.cli import arguments, compare, terminal
 
-_RUN = {"dir": None, "steps": None, "seed": 0, "fresh": False}  # defaults of options that --power has no use for
+# Options that --power has no use for. None, so that an option with the value of its default is not taken for absent.
+_RUN = {"dir": None, "steps": None, "seed": None, "fresh": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.report.demo import demo
 
     directory, steps = args.dir or task.directory, args.steps or task.steps
-    verdict = demo.run(directory, steps, fresh=args.fresh, console=console, seed=args.seed, task=task)
+    verdict = demo.run(directory, steps, fresh=args.fresh, console=console, seed=args.seed or 0, task=task)
     if args.json:
         terminal.show_json(compare.summary(verdict))
     return demo.exit_code(verdict)

@@ -52,6 +52,29 @@ def test_changed_configuration_is_kept(tmp_path: Path, monkeypatch) -> None:
     assert demo.write_inputs(tmp_path / "demo", steps=40, console=None).train.lr == 5e-4
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, r"trains on smollm2-data/instructions.train.jsonl, and octavo demo on digits/train.json"),
+        ("lr: 1\n", "is no configuration of octavo demo; name another folder with --dir"),
+    ],
+)
+def test_folder_of_another_demo_is_refused_before_it_changes(tmp_path: Path, text: str | None, reason: str) -> None:
+    (tmp_path / "demo.yaml").write_text(text or PRETRAINED.read_configuration())
+    with pytest.raises(ReportError, match=reason):
+        demo.run(tmp_path, 20)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["demo.yaml"]
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 1), (5, 4), (9, 4)])
+@pytest.mark.parametrize("task", [HANDWRITING, PRETRAINED])
+def test_warmup_is_shorter_than_the_run(tmp_path: Path, task: DemoTask, steps: int, warmup: int) -> None:
+    text = task.read_configuration().replace(", warmup: 2", "").replace("steps: ", "warmup: 4, steps: ", 1)
+    (tmp_path / "demo.yaml").write_text(text.replace("  warmup: 4, steps", "  warmup: 4\n  steps"))
+    train = task.load_configuration(tmp_path, steps, 0).train
+    assert (train.steps, train.warmup) == (steps, warmup)
+
+
 def test_tokenizer_texts_come_from_conversations(tmp_path: Path) -> None:
     row = {"conversations": [{"from": "human", "value": "<image>First?"}, {"from": "gpt", "value": "7"}]}
     (tmp_path / "train.json").write_text(json.dumps([row]))
@@ -202,9 +225,14 @@ def test_power_does_not_import_torch(words: list[str]) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_power_refuses_options_of_a_run(capsys) -> None:
-    assert main(["demo", "--power", "--seed", "3", "--fresh"]) == 2
-    assert "--seed, --fresh: --power trains nothing" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words",
+    [("--seed", "3", "--fresh"), ("--seed", "0"), ("--steps", "500"), ("--dir", "demo"), ("--real", "--seed", "0")],
+)
+def test_power_refuses_options_of_a_run(words: tuple[str, ...], capsys) -> None:
+    assert main(["demo", "--power", *words]) == 2
+    options = ", ".join(word for word in words if word.startswith("--") and word != "--real")
+    assert f"{options}: --power trains nothing" in capsys.readouterr().err
 
 
 def test_lab_page_has_these_figures() -> None:

@@ -68,6 +68,21 @@ def test_configuration_leads_from_the_folder_to_the_model(build: Path) -> None:
     assert PRETRAINED.write_inputs(Path("runs/real"), 3, None).train.lr == 5e-4, "a changed file is kept"
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_every_number_of_steps_has_a_configuration(build: Path, steps: int) -> None:
+    train = PRETRAINED.write_inputs(Path("real"), steps, None).train
+    assert (train.steps, train.warmup) == (steps, min(2, steps - 1))
+
+
+def test_folder_of_the_digits_is_refused_before_it_changes(build: Path, capsys: Any) -> None:
+    (build / "demo").mkdir()
+    (build / "demo/demo.yaml").write_text(HANDWRITING.read_configuration())
+    assert main(["demo", "--real", "--dir", "demo"]) == 2
+    said = capsys.readouterr().err
+    assert "demo/demo.yaml trains on digits/train.json, and octavo demo --real on smollm2-data/" in said
+    assert [entry.name for entry in (build / "demo").iterdir()] == ["demo.yaml"]
+
+
 def test_chance_is_only_stated_for_the_recorded_texts_and_settings(build: Path, monkeypatch: Any) -> None:
     cfg = PRETRAINED.write_inputs(Path("real"), PRETRAINED.steps, None)
     assert demo.demo_chance(PRETRAINED, cfg) == "", "other weights and texts"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +170,18 @@ def test_a_resume_needs_the_same_rows(
     # with the same, and the configuration that the run wrote
     again = octavo.run(first.dir / "config.yaml", train_data=says(place), eval_data=held_out)
     assert again.status == "finished" and again.losses() == whole.losses() and again.eval == whole.eval
+    # the rows bind a finished run as well
+    for rows, others, name in ((other, held_out, "train_data"), (says(place), held_out[1:], "eval_data")):
+        with pytest.raises(
+            TrainError, match=rf"step_6 was made with different data: python:{name} had .* rows of that"
+        ):
+            octavo.run(values, train_data=rows, eval_data=others)
+    assert octavo.run(values, train_data=says(place), eval_data=held_out).losses() == whole.losses()
+    shutil.rmtree(first.dir / "checkpoints")
+    capsys.readouterr()
+    octavo.run(values, train_data=other, eval_data=held_out)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "has no checkpoint left, so whether its run had the same data is not checked" in said
 
 
 def test_rows_and_files_are_mixed_by_naming_both(make: Make, place: Path) -> None:

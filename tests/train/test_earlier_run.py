@@ -122,6 +122,69 @@ def test_a_live_lock_is_refused_and_nothing_moves(tmp_path: Path):
     assert names(folder) == before | {".lock"}
 
 
+STRAYS = ("checkpoints/.DS_Store", "checkpoints/notes.txt", "checkpoints/step_1", "milestones/.gitkeep")
+
+
+@pytest.mark.parametrize("overrides", [(), ("train.seq_length=64",)])
+def test_other_entries_between_checkpoints_do_not_bind(tmp_path: Path, overrides: tuple[str, ...]):
+    folder = write_failed_run(config(tmp_path), rows=2)
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    for stray in STRAYS:  # step_1 is a file here, and a checkpoint is a folder
+        (folder / stray).parent.mkdir(exist_ok=True)
+        (folder / stray).write_text("x")
+    (folder / "milestones/step_2").symlink_to(tmp_path)
+    [line] = enter(config(tmp_path, *overrides))
+    assert "moved to previous_1/" in line
+    assert (folder / "previous_1/metrics.jsonl").read_bytes() == metrics
+    assert all((folder / stray).is_file() for stray in STRAYS)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("name", [None, ".config.yaml.tmp", "nccl_trace_rank_0"])
+def test_a_run_that_was_killed_before_its_configuration_starts_again(tmp_path: Path, resume: str, name: str | None):
+    cfg = config(tmp_path, f"run.resume={resume}")
+    folder = Path(cfg.run.dir)
+    folder.mkdir()
+    for written in {".lock", name} - {None}:
+        (folder / str(written)).write_text("")
+    enter(cfg)
+    assert (folder / "config.yaml").read_text() == to_yaml(cfg)
+
+
+@pytest.mark.parametrize("file", sorted(Path(__file__).parents[1].glob("made_by_*/runs/*/config.yaml")), ids=str)
+def test_configurations_of_earlier_versions_are_known(tmp_path: Path, file: Path):
+    for name in ("config.yaml", "metrics.jsonl", "hf"):
+        (tmp_path / name).write_text(file.read_text() + "# a note\n")
+    earlier_run.check_written_by_run(tmp_path, ["config.yaml", "hf", "metrics.jsonl"])
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("lr: 1\n", ("metrics.jsonl", "wandb/run", "hf/model.safetensors", "adapter/a")),
+        ("name: prod\n", ("environment.json", "hf/model.safetensors")),
+        ("name: prod\n", ("result.json", "checkpoints/step_2/a")),
+        ("model: {}\nfp8: {}\nlora:\ndata: {}\ntrain: {}\noptimizer: {}\nrun: mine\n", ("metrics.jsonl",)),
+        ("- a list\n", ("metrics.jsonl",)),
+        (None, ("hf/model.safetensors", "plan.json")),  # a copy of a run's configuration
+        (None, ("wandb/run",)),
+    ],
+)
+def test_names_of_a_run_do_not_make_one(tmp_path: Path, resume: str, text: str | None, entries: tuple[str, ...]):
+    cfg = config(tmp_path, f"run.resume={resume}")
+    folder = Path(cfg.run.dir)
+    for entry in entries:
+        (folder / entry).parent.mkdir(parents=True, exist_ok=True)
+        (folder / entry).write_text("mine")
+    (folder / "config.yaml").write_text(to_yaml(cfg) if text is None else text)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    reason = "is there without environment.json" if text is None else "config.yaml is not one that a run wrote"
+    with pytest.raises(train.TrainError, match=f"contains no Octavo run.*{reason}"):
+        enter(cfg)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize("resume", ["auto", "never"])
 @pytest.mark.parametrize("text", ["learning_rate: 1", "model: {path: ./m}\n", "own", "\x00"])
 def test_a_directory_that_no_run_wrote_is_never_taken(tmp_path: Path, resume: str, text: str):

@@ -225,6 +225,23 @@ def test_auto_begins_where_there_is_nothing_and_says_when_all_is_done(make, tmp_
     assert (first.dir / "metrics.jsonl").read_bytes() == written
 
 
+@pytest.mark.parametrize("part", ["model", "data"])
+def test_inputs_of_a_finished_run_may_be_deleted_but_not_changed(make, place: Path, tmp_path: Path, part: str):
+    shutil.copytree(place / "text", tmp_path / "model")
+    shutil.copy(place / "talk" / "train.json", tmp_path / "rows.json")
+    paths = (f"model.path={tmp_path}/model", f"data.train=[{{path: {tmp_path}/rows.json}}]")
+    cfg = make("run.resume=auto", "data.eval=[]", "train.steps=1", "train.warmup=0", *paths)
+    first = train.run(cfg)
+    file = tmp_path / {"model": "model/tokenizer_config.json", "data": "rows.json"}[part]
+    rows = file.read_text()
+    file.write_text(rows + " ")
+    how = {"model": r"tokenizer_config.json has changed", "data": r"rows.json had \d+ bytes, has \d+ now"}[part]
+    with pytest.raises(train.TrainError, match=rf"step_1 was made with.*{how}"):
+        train.run(cfg)
+    file.unlink()
+    assert train.run(cfg).final == first.final
+
+
 def test_changed_settings_are_named_and_refused_but_run_settings_may_change(make):
     over = ("data.eval=[]", "train.steps=4")
     train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])

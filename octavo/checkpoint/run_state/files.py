@@ -53,6 +53,14 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP_NAME.fullmatch, folders) if match)
 
 
+def has_saves(directory: str | os.PathLike[str]) -> bool:
+    """Return whether the directory has a checkpoint, even a damaged one, or one that a killed save was replacing.
+    Unfinished saves and deletions, and entries that a run did not write, do not count."""
+    directory = Path(directory)
+    replaced = (temporary_path(directory, step, "old") for step in _leftovers(directory, "old"))
+    return bool(steps(directory)) or any(path.is_dir() and not path.is_symlink() for path in replaced)
+
+
 def foreign_entries(directory: str | os.PathLike[str]) -> list[str]:
     """Return the entries with names like checkpoints that are not checkpoints of this run, each with the reason:
     another spelling, a link, a file, or a copy of the checkpoint of another step."""

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.config import Config, load_config
+from octavo.config import Config
 from octavo.report.demo import power
-from octavo.report.demo.task import Answer, DemoAnswers, DemoTask, RunData
+from octavo.report.demo.task import CONFIGURATION, Answer, DemoAnswers, DemoTask, RunData
 from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trial_claims import ACCURACY
 from octavo.report.evidence.trust_table import FAIL, PASS, WARN, Check, percent
@@ -41,11 +41,13 @@ def describe(cfg: Config) -> list[str]:
 
 
 def write_inputs(directory: Path, steps: int, console: Console | None, seed: int = 0) -> Config:
-    """Write digits, the untrained checkpoint and ``demo.yaml``; existing files must be the same."""
+    """Write digits, the untrained checkpoint and ``demo.yaml``; existing files must be the same. Raises
+    ``ReportError``, before anything is written, if the folder has another ``demo.yaml``."""
     from octavo.data.builtin import digits
     from octavo.models import ModelError
     from octavo.models.tiny import tiny
 
+    HANDWRITING.check_folder(directory)
     directory.mkdir(parents=True, exist_ok=True)
     digits.write(directory / "digits", console=console)
     texts = tokenizer_texts(directory / "digits" / "train.json")
@@ -55,10 +57,10 @@ def write_inputs(directory: Path, steps: int, console: Console | None, seed: int
         raise ReportError(
             f"{directory} has a demo of another seed or version; name another folder with --dir ({error})"
         ) from error
-    file = directory / "demo.yaml"
+    file = directory / CONFIGURATION
     if not file.is_file():
         file.write_text(HANDWRITING.read_configuration(), encoding="utf-8")
-    return load_config(file, [f"train.steps={steps}", f"run.seed={seed}"])
+    return HANDWRITING.load_configuration(directory, steps, seed)
 
 
 def tokenizer_texts(file: Path) -> list[str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.base.safe_read import read_json
-from octavo.config import Config, load_config
+from octavo.config import Config
 from octavo.report.demo import power
-from octavo.report.demo.task import Answer, DemoAnswers, DemoTask, RunData
+from octavo.report.demo.task import CONFIGURATION, Answer, DemoAnswers, DemoTask, RunData
 from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trial_claims import HELD_OUT_LOSS
 from octavo.report.evidence.trust_table import FAIL, PASS, WARN, Check
@@ -56,14 +56,16 @@ def check_files() -> None:
 
 
 def write_inputs(directory: Path, steps: int, console: Console | None, seed: int = 0) -> Config:
-    """Write ``demo.yaml``, whose paths lead from ``directory`` to the model and the texts."""
+    """Write ``demo.yaml``, whose paths lead from ``directory`` to the model and the texts. Raises
+    ``ReportError``, before anything is written, if these are missing or the folder has another ``demo.yaml``."""
     check_files()
+    PRETRAINED.check_folder(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    file = directory / "demo.yaml"
+    file = directory / CONFIGURATION
     if not file.is_file():
         build = os.path.relpath(BUILD, directory)
         file.write_text(PRETRAINED.read_configuration().replace("BUILD/", f"{build}/"), encoding="utf-8")
-    return load_config(file, [f"train.steps={steps}", f"run.seed={seed}"])
+    return PRETRAINED.load_configuration(directory, steps, seed)
 
 
 def identify_inputs() -> dict[str, str]:

@@ -10,8 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import Config
+from octavo.config import Config, ConfigError, load_config, load_config_text
 from octavo.report.demo.power import DemoPower
+from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trust_table import Check
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from octavo.report.trial.report_page import Interview
+
+CONFIGURATION = "demo.yaml"  # in the demo's folder
 
 RunData = Mapping[str, Any]  # what a verdict has about a run
 
@@ -102,3 +105,33 @@ class DemoTask:
     def read_configuration(self) -> str:
         """Return the text of the configuration in the package."""
         return resources.files(__package__).joinpath(self.configuration).read_text(encoding="utf-8")
+
+    def check_folder(self, directory: Path) -> None:
+        """Raise ``ReportError`` if the folder's ``demo.yaml`` is of another demo, or of none. Its settings may have
+        been changed, but it trains on the demo's data. Call before anything is written there."""
+        file = directory / CONFIGURATION
+        if not file.is_file():
+            return
+        fix = "name another folder with --dir"
+        try:
+            cfg = load_config(file)
+        except ConfigError as error:
+            raise ReportError(f"{file} is no configuration of {self.command}; {fix}. {error}") from error
+        expected = _trained_on(load_config_text(self.read_configuration()))
+        if not {*expected} <= {*_trained_on(cfg)}:
+            raise ReportError(
+                f"{file} trains on {', '.join(_trained_on(cfg))}, and {self.command} on {', '.join(expected)}: it is "
+                f"of another demo, or yours; {fix}"
+            )
+
+    def load_configuration(self, directory: Path, steps: int, seed: int) -> Config:
+        """Return the configuration of the folder's ``demo.yaml`` for ``steps`` steps. A warm-up that would take all of
+        them is shortened to one step less."""
+        file = directory / CONFIGURATION
+        warmup = min(load_config(file).train.warmup, steps - 1)
+        return load_config(file, [f"train.steps={steps}", f"train.warmup={warmup}", f"run.seed={seed}"])
+
+
+def _trained_on(cfg: Config) -> list[str]:
+    """Return the files of ``data.train``, each with its folder, because the folders above may be moved."""
+    return [str(Path(*Path(entry.path).parts[-2:])) for entry in cfg.data.train]

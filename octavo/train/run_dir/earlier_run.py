@@ -11,9 +11,10 @@ import itertools
 import shutil
 from pathlib import Path
 
+from octavo import checkpoint
 from octavo.base import safe_read
 from octavo.base.wording import count_noun
-from octavo.config import ConfigError, load_config, to_yaml
+from octavo.config.yaml.document import read_text
 from octavo.train.errors import TrainError
 from octavo.train.run_dir.file_names import (
     CHECKPOINTS,
@@ -21,11 +22,18 @@ from octavo.train.run_dir.file_names import (
     ENVIRONMENT,
     METRICS,
     MILESTONES,
+    NCCL_TRACE,
+    REFERENCE,
     RESULT,
     is_written_by_run,
 )
 
 PREVIOUS = "previous_"  # followed by a number, from 1
+
+# A run writes every key with its default, and a user few of them. These are in every version's config.yaml; later
+# versions have more. `lora` is null in most runs.
+_SECTIONS = {"model", "fp8", "lora", "data", "train", "optimizer", "run"}
+_RUN_KEYS = {"dir", "seed", "resume", "save_every", "keep", "eval_every", "log_every", "health_every", "tensorboard"}
 
 
 def has_steps(directory: Path) -> bool:
@@ -37,36 +45,52 @@ def has_steps(directory: Path) -> bool:
 
 
 def is_binding(directory: Path) -> bool:
-    """True if the directory has a result or a checkpoint, even a damaged one. Unfinished saves do not count."""
-    # `iterdir` lists hidden names, too: a save that replaces another keeps the older one as .step_N.old.
-    folders = [directory / name for name in (CHECKPOINTS, MILESTONES) if (directory / name).is_dir()]
-    entries = [entry.name for folder in folders for entry in folder.iterdir()]
-    return (directory / RESULT).exists() or any(not name.endswith((".tmp", ".gone")) for name in entries)
+    """True if the directory has a result or a checkpoint, even a damaged one. Unfinished saves do not count, nor do
+    other entries of the folders of checkpoints, such as .DS_Store."""
+    return (directory / RESULT).exists() or any(
+        checkpoint.has_saves(directory / name) for name in (CHECKPOINTS, MILESTONES)
+    )
 
 
 def check_written_by_run(directory: Path, names: list[str]) -> None:
-    """Raise TrainError unless a run wrote the directory, which has the entries `names`: it has its configuration, and
-    a record of the machine or metrics. A file of another program, or of a user, may be named config.yaml, too."""
+    """Raise TrainError unless a run wrote the directory, which has the entries `names`. Names prove nothing, because
+    other programs write config.yaml, metrics.jsonl and wandb/, too: the configuration must be one that a run wrote.
+
+    The configuration is a run's first file, except NCCL's traces, and environment.json is the second. A copy of a
+    configuration next to files that are written later is not a run.
+    """
     listed = f"run.dir {directory} is not empty ({', '.join(names[:3])})"
     refusal = f"{listed} and contains no Octavo run. Name a directory that is new or empty; nothing is overwritten"
+    later = [name for name in names if is_written_by_run(name) and name != CONFIG and not name.startswith(NCCL_TRACE)]
     if CONFIG not in names:
+        if all(name.startswith(NCCL_TRACE) for name in names):  # ranks lost each other before the run began
+            return
         raise TrainError(refusal)
-    if is_binding(directory) or {ENVIRONMENT, METRICS} & {*names}:
-        return
-    try:  # a run that was killed at once: its configuration has every default, which a user's has not
-        text = safe_read.read_bytes(directory / CONFIG, TrainError).decode("utf-8", "replace")
-        is_resolved = to_yaml(load_config(directory / CONFIG)) == text
-    except ConfigError:
-        is_resolved = False
-    if not is_resolved:
+    if not _is_config_of_run(directory / CONFIG):
         raise TrainError(f"{refusal} ({CONFIG} is not one that a run wrote)")
+    if later and not is_binding(directory) and not {ENVIRONMENT, METRICS} & {*later}:
+        raise TrainError(f"{refusal} ({later[0]} is there without {ENVIRONMENT}, which a run writes before it)")
+
+
+def _is_config_of_run(file: Path) -> bool:
+    """Return whether a configuration has the keys that a run writes, whatever their values."""
+    text = safe_read.read_bytes(file, TrainError).decode("utf-8", "replace")
+    sections = read_text(text, str(file)).value
+    run = sections.get("run")
+    return {*sections} >= _SECTIONS and isinstance(run, dict) and {*run} >= _RUN_KEYS
 
 
 def move_aside(directory: Path) -> str | None:
     """Move the files of a run without a checkpoint to a new `previous_N/` in its directory, and return a sentence that
     says so; None if there are none. Its configuration is copied, and the caller replaces it. Raises TrainError if they
     cannot be moved."""
-    names = sorted(entry.name for entry in directory.iterdir() if is_written_by_run(entry.name))
+    # Figures of the reference are used again if they belong to the new run, which checks that.
+    names = sorted(
+        entry.name
+        for entry in directory.iterdir()
+        if is_written_by_run(entry.name) and not entry.name.startswith(REFERENCE)
+    )
+    names.sort(key=lambda name: name == ENVIRONMENT)  # last, so that an interrupted move leaves what a run left
     if not names:
         return None
     try:

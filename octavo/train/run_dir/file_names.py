@@ -8,8 +8,10 @@ CONFIG, PLAN, PROOF, GAIN, RESULT = "config.yaml", "plan.json", "proof.json", "g
 ENVIRONMENT = "environment.json"
 METRICS, ADAPT, CHECKS = "metrics.jsonl", "adapt.jsonl", "checks.jsonl"
 CHECKPOINTS, MILESTONES = "checkpoints", "milestones"
+NCCL_TRACE = "nccl_trace_rank_"  # followed by the rank; may precede the configuration
 
-_MAY_BE_ENCRYPTED = ("skipped.jsonl", "answers.jsonl", "completions.jsonl", "reference.safetensors")
+REFERENCE = "reference.safetensors"  # log-probabilities under the initial weights, bound to model, rows and settings
+_MAY_BE_ENCRYPTED = ("skipped.jsonl", "answers.jsonl", "completions.jsonl", REFERENCE)
 # All that a run, its page and its trackers write, except its checkpoints.
 _WRITTEN = frozenset({
     *(CONFIG, ENVIRONMENT, PLAN, PROOF, GAIN, RESULT, METRICS, ADAPT, CHECKS, "memory.json", "page.html", "page.png"),
@@ -20,4 +22,4 @@ _WRITTEN = frozenset({
 
 def is_written_by_run(name: str) -> bool:
     """Return True if a run writes a file or folder of this name, apart from its checkpoints."""
-    return name in _WRITTEN or name.startswith("nccl_trace_rank_")
+    return name in _WRITTEN or name.startswith(NCCL_TRACE)

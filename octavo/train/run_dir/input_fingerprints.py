@@ -30,20 +30,21 @@ Fingerprints = Mapping[str, Mapping[str, Any]]
 determine the run's numbers."""
 
 
-def fingerprints(cfg: Config, log: Log = no_log) -> dict[str, dict[str, Any]]:
+def fingerprints(cfg: Config, log: Log = no_log, with_urls: bool = True) -> dict[str, dict[str, Any]]:
     """Return {"data": files of data.train and data.eval by path, "model": files of the model folder by name}.
 
     Each file is {"size": bytes, "sha256": digest of the first 64 MiB, "whole": digest of the whole file}; a data folder
     has the same keys, computed over its files with rows. Digests of data files are cached
     (:mod:`octavo.data.file_digests`). Missing files are left out, because the code that reads them has better error
-    messages. Image files are not included. Files at a URL are identified by their sizes and their server's metadata.
+    messages. Image files are not included. Files at a URL are identified by their sizes and their server's metadata;
+    ``with_urls`` False leaves them out.
     Rows of a program (`python:NAME`) have the same keys, computed over the rows and the images in them.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
     folder = default_folder() if cfg.data.cache is None else Path(cfg.data.cache)
     local_paths = [path for path in paths if Path(path).is_file() or Path(path).is_dir()]
     of_data = {path: _data_fingerprint(Path(path), folder, log) for path in local_paths}
-    for url in filter(is_url, paths):
+    for url in filter(is_url, paths) if with_urls else ():
         of_data[url] = fingerprint(url)
         if files := local_files(url):
             of_data[url]["whole"] = _digest([content.sha256 for content in compute_digests(files, folder, log)])

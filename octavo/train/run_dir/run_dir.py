@@ -43,7 +43,7 @@ from octavo.fp8.planning import Schedule
 from octavo.fp8.proof import Prediction
 from octavo.parallel import World
 from octavo.train.errors import TrainError
-from octavo.train.run_dir import earlier_run, encryption_rules, input_fingerprints, start_from
+from octavo.train.run_dir import earlier_run, encryption_rules, finished_run, input_fingerprints, start_from
 from octavo.train.run_dir.file_names import (  # noqa: F401 (names of this module, too)
     ADAPT,
     CHECKPOINTS,
@@ -215,14 +215,15 @@ def enter(
     failed before its first step counts as empty; its files move, too. ``fingerprints`` are `Phase.fingerprints`.
 
     Raises TrainError if the directory is in use or contains other files, and if settings, data files or files of the
-    model folder have changed since the checkpoint; the message names them.
+    model folder have changed since the checkpoint, or since the run finished; the message names them.
     """
     directory = Path(cfg.run.dir)
     known = world.run_on_main(lambda: _lock_and_inspect(cfg, directory, lock, log))
     if dead := known.get("dead"):
         log(f"{directory} has a result, but {dead}: the run has not finished; it resumes from its last good checkpoint")
-    if known["result"] is not None:
-        return Start(directory, result=known["result"])
+    if (result := known["result"]) is not None:
+        world.run_on_main(lambda: finished_run.check_same_inputs(directory, result, cfg, fingerprints or {}, log))
+        return Start(directory, result=result)
     if cfg.run.resume not in ("never", "auto"):
         chosen: Path | None = Path(cfg.run.resume)
     elif known["run"]:
@@ -279,22 +280,8 @@ def _lock_and_inspect(cfg: Config, directory: Path, lock: RunLock, log: Callable
         _inspect(cfg, directory)  # before the lock, so that no lock file is written to a refused directory
     lock.take(directory, log)
     state = _inspect(cfg, directory)
-    dead = None if state["result"] is None else _why_not_finished(directory, state["result"])
+    dead = None if state["result"] is None else finished_run.why_not_finished(directory, state["result"])
     return state if dead is None else {"run": True, "result": None, "dead": dead}
-
-
-def _why_not_finished(directory: Path, result: Mapping[str, Any]) -> str | None:
-    """Return why a run with a result has not finished, or None if it has."""
-
-    def last() -> str | None:
-        steps = checkpoint.steps(directory / CHECKPOINTS)
-        if not steps or steps[-1] != result["steps"]:
-            return None
-        newest = directory / CHECKPOINTS / f"step_{steps[-1]}"
-        bad = checkpoint.describe_nonfinite(newest, read_state(newest))
-        return None if bad is None else f"in {newest} {bad}"
-
-    return compat.why_not_finished(result, last)
 
 
 def _inspect(cfg: Config, directory: Path) -> dict[str, Any]:
