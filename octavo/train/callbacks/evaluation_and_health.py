@@ -30,6 +30,7 @@ class Proof(Callback):
     updated at checkpoints."""
 
     def begin(self, run: Run) -> None:
+        self.stepped = False
         schedule, self.phase_proof = run.job.precision_schedule, run.job.phase.proof(run.job.stepper)
         parts = schedule.schedule.parts if schedule.varies else ()
         self.proof = PlanProof(schedule.plan_at(run.first), run.world.layout.expert, parts, run.first)
