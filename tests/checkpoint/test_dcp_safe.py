@@ -98,11 +98,33 @@ def test_planted_metadata_is_rejected_without_running_code(tmp_path):
     assert flag.exists(), "the payload itself must work, or this test shows nothing"
 
 
-@pytest.mark.parametrize("name", ["eval", "getattr", "exec", "__import__", "open"])
+@pytest.mark.parametrize("name", ["eval", "setattr", "exec", "__import__", "open"])
 def test_builtins_are_not_allowed(tmp_path, name):
     (tmp_path / ".metadata").write_bytes(f"cbuiltins\n{name}\n.".encode())
     with pytest.raises(CheckpointError, match=f"it names builtins.{name}"):
         SafeReader(tmp_path).read_metadata()
+
+
+def test_getattr_reads_members_of_one_enum_only(tmp_path):
+    """As Python 3.11.2 pickles them; by any other attribute a file could reach every module."""
+    where = Metadata.__module__
+
+    def read(kind: str, name: str) -> None:
+        (tmp_path / ".metadata").write_bytes(f"cbuiltins\ngetattr\n(c{kind}\nS'{name}'\ntR.".encode())
+        SafeReader(tmp_path).read_metadata()
+
+    for kind, name in (
+        (f"{where}\nMetadata", "__init__"),
+        (f"{where}\n_MEM_FORMAT_ENCODING", "__class__"),
+        (f"{where}\n_MEM_FORMAT_ENCODING", "mro"),
+        ("torch\nSize", "__reduce__"),
+        ("builtins\ngetattr", "__globals__"),
+    ):
+        with pytest.raises(CheckpointError, match="by getattr, which DCP does not write"):
+            read(kind, name)
+    with pytest.raises(CheckpointError) as refused:  # a member, which is no metadata
+        read(f"{where}\n_MEM_FORMAT_ENCODING", "TORCH_CONTIGUOUS_FORMAT")
+    assert "it holds a _MEM_FORMAT_ENCODING" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -188,11 +188,10 @@ def test_rows_and_files_are_mixed_by_naming_both(make: Make, place: Path) -> Non
     entries = [{"path": "python:train_data", "weight": 3, "max_samples": 4, "format": "llava"}]
     entries += [{"path": str(place / "talk" / "train.json"), "max_samples": 4}]
     values = without_data(make(*SHORT)) | {"data": {"train": entries}}
-    result = octavo.run(values, train_data=[{"conversations": row["conversations"]} for row in says(place)])
+    rows = [{"conversations": row["conversations"]} for row in says(place)]
+    result = octavo.run(values, train_data=rows)
     assert result.status == "finished" and (result.dir / "config.yaml").read_text().count("python:train_data") == 1
-    assert (
-        octavo.run(load_config(values | {"run": values["run"] | {"resume": "auto"}}), train_data=says(place)).steps == 2
-    )
+    assert octavo.run(load_config(values | {"run": values["run"] | {"resume": "auto"}}), train_data=rows).steps == 2
 
 
 def test_bad_row_is_named_by_its_index_and_may_be_skipped(make: Make, place: Path) -> None:

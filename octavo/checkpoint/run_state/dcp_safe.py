@@ -55,6 +55,13 @@ def _path(*parts: str) -> str:
     return "/".join(str(part) for part in parts)
 
 
+def _member(kind: object, name: object) -> object:
+    """Replace getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"it reads {name!r} of {kind!r} by getattr, which DCP does not write")
+    return _MEM_FORMAT_ENCODING[str(name)]
+
+
 _RECORDS = (
     Metadata,
     TensorStorageMetadata,
@@ -69,6 +76,7 @@ _RECORDS = (
 # The globals in a `.metadata` of torch 2.11 to 2.13, found by disassembling the pickle -> what they resolve to here.
 _ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
     **{(kind.__module__, kind.__qualname__): kind for kind in (*_RECORDS, _MEM_FORMAT_ENCODING)},
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
     **{(module, name): _path for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
