@@ -156,7 +156,7 @@ def test_sealed_preference_run_matches_plain_run(place, pairs, tmp_path):
     assert apart(runs) < 1e-4
     here, there = (json.loads((run.dir / "result.json").read_text())["eval"] for run in runs)
     assert here["questions"] == there["questions"] == 15
-    for name in ("loss", "preference_loss"):
+    for name in ("answer_loss", "preference_loss"):
         assert there[name] == pytest.approx(here[name], rel=1e-4)
     for file in (f for folder in (runs[1].dir, pairs) for f in folder.rglob("*") if f.is_file()):
         nothing_plain(file.read_bytes())
