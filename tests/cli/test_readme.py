@@ -1,4 +1,4 @@
-"""README is short, its commands and those of docs/commands.md are accepted, and its files and code work as typed."""
+"""README is short, its commands and those in docs/commands.md are accepted, and its files and code work as typed."""
 
 from __future__ import annotations
 
