@@ -62,10 +62,9 @@ def _closed_lists() -> Mapping[tuple[str, str], tuple[str, ...]]:
     from octavo.cli.plan import SHAPES
     from octavo.config import RECIPES
 
-    recipes = tuple(name for name in (*RECIPES[1:], "auto"))
     return {
         ("plan", "--shape"): SHAPES,
-        ("compare", "--recipes"): recipes,
+        ("compare", "--recipes"): (*RECIPES[1:], "auto"),
         ("bench", "suite"): ("all", *SUITES, "report"),
     }
 
@@ -88,10 +87,10 @@ def _bash_script(commands: Mapping[str, Words], zsh: bool) -> str:
             "      esac",
             f"      options={shlex.quote(' '.join([*words.flags, *words.options]))} ;;",
         ]
-    head = ["autoload -U +X bashcompinit && bashcompinit", "autoload -U +X compinit && compinit"] if zsh else []
+    head = ["autoload -U +X compinit && compinit", "autoload -U +X bashcompinit && bashcompinit"] if zsh else []
     lines = [
         "# Completion of octavo, printed by: octavo completion " + ("zsh" if zsh else "bash"),
-        *reversed(head),
+        *head,
         "_octavo() {",
         '  local now="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words="" options="" line=""',
         '  if [ "$COMP_CWORD" -eq 1 ]; then',

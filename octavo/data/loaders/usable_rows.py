@@ -49,9 +49,10 @@ def check_held_out_rows(held_out: EvalSet) -> None:
     remaining = held_out.rows
     for number, source in enumerate(held_out.sources):
         if remaining > 0:  # `EvalSet.max_rows` may leave out later data sets
-            places = [(number, row) for row in range(len(source))]
+            places = ((number, row) for row in range(len(source)))
             check_rows(held_out.encoded, held_out.policy, places, len(source))
-            check_files(held_out.encoded, held_out.policy, places[: min(remaining, MAX_ROWS)])
+            first = [(number, row) for row in range(min(len(source), remaining, MAX_ROWS))]
+            check_files(held_out.encoded, held_out.policy, first)
         remaining -= len(source)
 
 
@@ -153,8 +154,8 @@ def _has_tokens_after_cut(encoder: RowEncoder, rows: Sequence[object]) -> bool:
 
 
 def _measure_lengths(encoder: RowEncoder, rows: Sequence[object]) -> list[int]:
-    """Return the numbers of tokens of the shortest of these rows and of all that are less than four times as long or
-    so; nothing if each has more than :data:`MAX_TOKENS`."""
+    """Return the numbers of tokens of the rows that fit into the least limit, in steps of a factor of four, into which
+    any fits; the shortest is among them. Nothing if each row has more than :data:`MAX_TOKENS`."""
     encoder = copy.copy(encoder)
     encoder.on_long = "drop"
     while encoder.seq_length < MAX_TOKENS:
