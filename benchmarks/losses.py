@@ -41,7 +41,10 @@ WITHOUT_DROPOUT = {"lora_qwen3_vl": "lora.dropout=0"}
 # The demo of 0.4.0 had none of the savings that it has now.
 DEMO_AS_BEFORE = ("fp8.activations=bf16", "optimizer.states=fp32", "optimizer.master=fp32")
 DEMO_STEPS = 50  # of the 500 that the learning rate is scheduled over
-PREPARE = "from pathlib import Path; from octavo.report.demo import demo; demo.write_inputs(Path('demo'), 500, None)"
+PREPARE = (
+    "from pathlib import Path; from octavo.report.demo.handwriting import write_inputs; "
+    "write_inputs(Path('demo'), 500, None)"
+)
 OCTAVO = [sys.executable, "-m", "octavo"]
 EQUAL, DIFFERS, OTHER_PLATFORM = 0, 1, 2
 

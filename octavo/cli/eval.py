@@ -94,11 +94,12 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
 def show_bases(result: dict[str, Any]) -> None:
     """Print the evaluations on both bases and their differences."""
     show_rows(result["bases"])
+    from octavo.train.forward.evaluation import token_loss  # imports torch
+
     gap, weights = result["gap"], result["weights"]
     sqnr = "" if weights["sqnr_db"] is None else f", {weights['sqnr_db']:.1f} dB geometric mean"
     exact = f" and exact match {100 * gap['exact_match']:+.2f} points" if "exact_match" in gap else ""
-    loss = gap["loss"] if "loss" in gap else gap["answer_loss"]
-    print(f"\nOn the FP8 base the loss is {loss:+.4g} nats{exact} compared with its high-precision weights.")
+    print(f"\nOn the FP8 base the loss is {token_loss(gap):+.4g} nats{exact} compared with its high-precision weights.")
     print(
         f"{weights['count']} FP8 weights differ from them by {weights['relative']:.2%} on average{sqnr}, at most by "
         f"{weights['worst']['relative']:.2%} ({weights['worst']['name']})."

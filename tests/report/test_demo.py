@@ -39,7 +39,7 @@ def test_embedded_configuration_uses_paths_of_the_folder(tmp_path: Path, monkeyp
     monkeypatch.setattr("octavo.data.builtin.digits.write", lambda directory, **_: None)
     monkeypatch.setattr("octavo.models.tiny.tiny.write", lambda *_, **__: None)
     monkeypatch.setattr(handwriting, "tokenizer_texts", lambda file: [])
-    cfg = demo.write_inputs(tmp_path / "demo", steps=40, console=None)
+    cfg = handwriting.write_inputs(tmp_path / "demo", steps=40, console=None)
     assert cfg.train.steps == 40 and cfg.fp8.recipe == HANDWRITING.recipe
     assert cfg.model.path == str(tmp_path / "demo" / "model"), "paths are those of the folder, not of the package"
     assert cfg.data.eval[0].path == str(tmp_path / "demo" / "digits" / "test.json")
@@ -49,7 +49,7 @@ def test_changed_configuration_is_kept(tmp_path: Path, monkeypatch) -> None:
     test_embedded_configuration_uses_paths_of_the_folder(tmp_path, monkeypatch)
     file = tmp_path / "demo" / "demo.yaml"
     file.write_text(file.read_text().replace("lr: 2e-3", "lr: 5e-4"))
-    assert demo.write_inputs(tmp_path / "demo", steps=40, console=None).train.lr == 5e-4
+    assert handwriting.write_inputs(tmp_path / "demo", steps=40, console=None).train.lr == 5e-4
 
 
 @pytest.mark.parametrize(

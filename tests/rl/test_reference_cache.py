@@ -70,7 +70,7 @@ def test_stored_reference_equals_a_copy_bit_for_bit_after_a_kill(
     assert calls.count == 4, "of six micro-batches, the disk_figures of the first step were written"
     assert pair_figures(disk) == pair_figures(live) and pair_figures(disk)[0]["rewards/margins"] == 0
     assert result.memory["reference"] == 0
-    tables = load_file(result.dir / reference_cache.FILE)
+    tables = load_file(result.dir / reference_cache.REFERENCE)
     assert np.isfinite(tables["sums.0"]).all(axis=1).sum() == 12, "3 steps of 4 pairs"
 
 
@@ -105,7 +105,7 @@ def test_resume_recomputes_the_reference_only_if_the_file_is_missing(
     uninterrupted = rl.run(preference_config(DISK, "train.lr=1e-2", dir="uninterrupted"))
     rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
     shutil.copytree(cfg.run.dir, copied := Path(cfg.run.dir).with_name("copied"))
-    (copied / reference_cache.FILE).unlink()
+    (copied / reference_cache.REFERENCE).unlink()
     calls.count = 0
     assert rl.run(override(cfg, ["run.resume=auto"])).losses() == uninterrupted.losses() and calls.count == 0
     again = override(cfg, ["run.resume=auto", f"run.dir={copied}"])
@@ -152,7 +152,7 @@ def test_changed_image_is_named(preference_config: Make, place: Path, pairs: Pat
 def test_changed_rows_and_damaged_files_are_named(preference_config: Make, monkeypatch: pytest.MonkeyPatch):
     cfg = preference_config(DISK)
     rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
-    file, again = Path(cfg.run.dir) / reference_cache.FILE, override(cfg, ["run.resume=auto"])
+    file, again = Path(cfg.run.dir) / reference_cache.REFERENCE, override(cfg, ["run.resume=auto"])
     tables, uninterrupted = load_file(file), file.read_bytes()
     table = reference_cache.StoredReference(file, [])
     about = json.loads(tables["about"].tobytes())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.config import Config, load_config_text
-from octavo.report.demo.handwriting import HANDWRITING, STEPS, write_inputs
+from octavo.report.demo.handwriting import HANDWRITING, STEPS
 from octavo.report.demo.task import DemoAnswers, DemoTask, RunData
 from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, WARN, Check
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MOST_LINES = 12  # of the last screen
-
-__all__ = ["exit_code", "run", "summary", "write_inputs"]
 
 
 def run(

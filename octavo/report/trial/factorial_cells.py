@@ -134,9 +134,9 @@ def with_fp8_only_in(cfg: Config, parts: Sequence[str], layers: Mapping[str, Seq
 def _held_out_loss(record: RunRecord) -> float | None:
     """Return the held-out loss of answers, which phases rl and preference name `answer_loss`."""
     figures = record.eval or {}
-    from octavo.train.forward.evaluation import ANSWER_LOSS  # it imports torch, which a waiting trial does not need
+    from octavo.train.forward.evaluation import token_loss  # it imports torch, which a waiting trial does not need
 
-    return figures.get("loss", figures.get(ANSWER_LOSS))
+    return token_loss(figures)
 
 
 def figures_by_seed(records: Records, name: str, factors: Sequence[str]) -> list[dict[Cell, float]]:

@@ -46,9 +46,9 @@ from octavo.rl.phases.reference import BaseReference, CopyReference, Reference
 from octavo.train import TrainError
 from octavo.train.forward import losses
 from octavo.train.run_dir import input_fingerprints, run_dir
+from octavo.train.run_dir.file_names import REFERENCE
 from octavo.train.step.step import Stepper
 
-FILE = "reference.safetensors"
 WRITE_INTERVAL_S = 30.0
 """Seconds between writes, and between progress lines."""
 _MAX_BYTES = 1 << 36  # bytes of a file: 10^9 pairs
@@ -144,7 +144,7 @@ def load_or_compute_reference(
     world, cfg = stepper.world, stepper.cfg
     mixture = pair_loader(cfg, processor, rank=world.data_rank, world=world.data_size).mixture
     table = StoredReference(
-        directory / FILE, [*mixture.sources, *([] if held_out is None else held_out.sources)], cfg.run.encrypt
+        directory / REFERENCE, [*mixture.sources, *([] if held_out is None else held_out.sources)], cfg.run.encrypt
     )
     steps = _steps(mixture, cfg.train.global_batch, cfg.train.total_steps)
     needed_steps, total = set(steps), len(steps) + (0 if held_out is None else len(held_out))
@@ -286,6 +286,6 @@ def _initial_reference(stepper: Stepper, directory: Path, step: int, log: Callab
     """Return a reference with the initial weights: the policy itself before its first update, else a second copy."""
     if step == 0 or stepper.cfg.lora is not None:
         return BaseReference(stepper)
-    missing = directory / FILE
+    missing = directory / REFERENCE
     log(f"note: {missing} does not exist, and the weights have changed: the initial weights are loaded again")
     return CopyReference.of(stepper, directory / run_dir.PLAN, log)

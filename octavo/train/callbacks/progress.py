@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.train.forward.evaluation import ANSWER_LOSS, judged_by_exact_match
+from octavo.train.forward.evaluation import judged_by_exact_match, token_loss
 
 LINE_INTERVAL_S = 10.0  # seconds between plain lines
 
@@ -96,7 +96,7 @@ def _figures(row: Mapping[str, Any]) -> str:
         if "preference_loss" in evaluation:
             parts.append(f"held-out preference loss {_format(evaluation['preference_loss'], '.4f')}")
         name = "eval loss" if "loss" in evaluation else "held-out answer loss"
-        parts.append(f"{name} {evaluation['loss' if 'loss' in evaluation else ANSWER_LOSS]:.4f}{exact}")
+        parts.append(f"{name} {token_loss(evaluation):.4f}{exact}")
         if "reward" in evaluation:
             parts.append(f"held-out reward {_format(evaluation['reward'])}")
         if "rewards/accuracies" in evaluation:

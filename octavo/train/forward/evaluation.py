@@ -64,6 +64,11 @@ def name_loss(figures: Mapping[str, float | None], phase: str) -> dict[str, floa
     return {ANSWER_LOSS if name == "loss" else name: value for name, value in figures.items()}
 
 
+def token_loss(figures: Mapping[str, float]) -> float | None:
+    """Return the mean cross-entropy among held-out figures, under either of its names; None without it."""
+    return figures.get("loss", figures.get(ANSWER_LOSS))
+
+
 def evaluate(
     model: nn.Module,
     evalset: Iterable[dict[str, Any]],
