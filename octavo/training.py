@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -68,7 +68,7 @@ def run(
     if problems := _missing_files(cfg, config, rows_by_name):
         raise ConfigError(problems)
 
-    from octavo import rl
+    from octavo import checkpoint, rl
     from octavo.cli import terminal
     from octavo.cli.train import plan_printer, print_result, print_written
     from octavo.config.sections.text_types import python_path
@@ -84,7 +84,8 @@ def run(
         held.enter_context(python_functions.hold(rewards or ()))
         for path in names:
             python_rows.digest_of(path, console.print if is_main else python_rows.no_log)
-        held.enter_context(_keep_generators())
+        # A run seeds the generators: a caller that draws after each of several runs would get the same numbers.
+        held.enter_context(checkpoint.rng.preserve())
         result = rl.run(
             cfg,
             console=console,
@@ -96,24 +97,6 @@ def run(
         print_result(result, cfg.train.phase)
         print_written(result)
     return result
-
-
-@contextmanager
-def _keep_generators() -> Iterator[None]:
-    """Restore the states of the generators of random, NumPy and torch (on the CPU), which a run seeds: a caller that
-    draws after each of several runs would get the same numbers."""
-    import random
-
-    import numpy
-    import torch
-
-    states = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
 
 
 def _load(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from octavo import checkpoint
 from octavo.rl.rewards import RewardError, Rewards, changed, python_functions
 from octavo.rl.rewards.builtin import number
 from octavo.rl.rewards.python_functions import check_functions, hold, name_of
@@ -56,6 +58,8 @@ def changes(completions, level, **columns):
 
 def draws(completions, **columns):
     torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
     return [torch.rand(()).item() for _ in completions]
 
 
@@ -120,11 +124,11 @@ def test_interrupt_in_a_function_is_no_reward():
 def test_function_changes_neither_its_inputs_nor_random_numbers_of_the_run():
     level = [1, 2]
     with rewards_of(changes, draws) as rewards:
-        torch.manual_seed(5)
-        expected = torch.rand(2).tolist()
-        torch.manual_seed(5)
+        before = checkpoint.rng.collect()
         rewards.score(["a", "b"], {"level": level})
-    assert torch.rand(2).tolist() == expected and level == [1, 2]
+        after = checkpoint.rng.collect()
+    assert {*before} == {*after} and all(torch.equal(before[name], after[name]) for name in before)
+    assert level == [1, 2]
 
 
 def test_missing_column_is_an_error_before_the_first_step():

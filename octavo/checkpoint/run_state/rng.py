@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy
 import torch
@@ -60,6 +61,16 @@ def restore(extra: Mapping[str, torch.Tensor], rank: int = 0) -> bool:
             "they were written by another version, or damaged"
         ) from error
     return True
+
+
+@contextmanager
+def preserve() -> Iterator[None]:
+    """Restore the states of all generators after a block, whatever it draws and seeds."""
+    states = collect()
+    try:
+        yield
+    finally:
+        restore(states)
 
 
 def _to_bytes(state: object) -> torch.Tensor:

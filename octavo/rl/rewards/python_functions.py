@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
-
+from octavo import checkpoint
 from octavo.config.sections.text_types import python_path
 from octavo.rl.rewards.worker import InvalidResult, call_function, describe_error, required_parameters
 from octavo.rl.rewards.worker_client import FunctionRaised, WorkerError
@@ -142,7 +141,7 @@ class PythonFunction:
         """
         request = {"completions": completions, "columns": columns, "arguments": arguments}
         # The function may draw random numbers or set a seed, which must not change the run.
-        with torch.random.fork_rng(devices=[]):
+        with checkpoint.rng.preserve():
             try:
                 return call_function(self._function, request, self._file)
             except InvalidResult as cause:
