@@ -31,6 +31,17 @@ class QuotingError(DataError):
     quotes = True
 
 
+class NoUsableRow(DataError):
+    """Data sets of which no row can be used: one line each. `quotes`: whether a line quotes a row."""
+
+    def __init__(self, *lines: str, quotes: bool) -> None:
+        super().__init__("\n".join(lines))
+        self.lines, self.quotes = lines, quotes
+
+    def __add__(self, other: NoUsableRow) -> NoUsableRow:
+        return NoUsableRow(*self.lines, *other.lines, quotes=self.quotes or other.quotes)
+
+
 class BadSample(DataError):
     """One row that cannot be trained on.
 

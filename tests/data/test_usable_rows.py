@@ -91,6 +91,9 @@ def test_mixture_needs_rows_of_every_data_set(models, folder):
         check_held_out_rows, EvalSet([short, long_rows(folder, (50, 60))], encoder, 1)
     )
     check_held_out_rows(EvalSet([short, long_rows(folder, (50, 60))], encoder, 1, max_rows=5))  # only the short ones
+    both = loader([long_rows(folder, (50, 60)), short, long_rows(folder, (70,), "longer.json")], encoder)
+    first, second = refusal(check_training_rows, both).splitlines()
+    assert "long.json: none of its 2 rows" in first and "longer.json: none of its 1 row fits" in second
 
 
 def test_one_row_is_read_where_it_can_be_used_and_a_sample_elsewhere(models, folder, monkeypatch):

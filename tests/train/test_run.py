@@ -221,6 +221,10 @@ def test_rows_that_are_all_too_long_end_a_run_before_its_first_step(make, tmp_pa
         ValueError, match=r"none of its 48 rows fits into train.seq_length: 4; .*Set train.seq_length to"
     ):
         train.run(make(*over, "train.seq_length=4"))
+    with pytest.raises(ValueError) as refused:  # held-out rows as well: all is mended at once
+        train.run(make("train.steps=1", "train.warmup=0", "train.seq_length=4", dir="both"))
+    learned, held_out = str(refused.value).splitlines()
+    assert "train.json: none of its 48 rows" in learned and "test.json: none of its" in held_out
     assert not (tmp_path / "run/metrics.jsonl").exists()
     assert len((tmp_path / "run/skipped.jsonl").read_text().splitlines()) == 48
     assert train.run(make(*over)).status == "finished", "the directory is not bound to the failed run"

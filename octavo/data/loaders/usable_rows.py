@@ -17,7 +17,7 @@ from pathlib import Path
 from octavo.base.wording import count_noun
 from octavo.data.batching.collate import Place
 from octavo.data.encoding.sample import Sample
-from octavo.data.errors import BadSample, DataError, LongSample, QuotingError
+from octavo.data.errors import BadSample, DataError, LongSample, NoUsableRow
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.loader import ROWS_PER_CALL, BadRowPolicy, EncodedRows, Loader, RowEncoder
 from octavo.data.loaders.pack_loader import PackLoader
@@ -32,33 +32,51 @@ MAX_TOKENS = 1 << 22  # longest row to measure
 def check_training_rows(loader: Loader | PackLoader) -> None:
     """Check that a training loader has a row of each data set to train on.
 
-    Raises `DataError` if none of the first :data:`MAX_ROWS` rows of a data set in its first epoch can be used, and the
-    error of a bad row with on_bad_sample: error.
+    Raises `NoUsableRow` if none of the first :data:`MAX_ROWS` rows of a data set in its first epoch can be used, with a
+    line for each such data set, and the error of a bad row with on_bad_sample: error.
     """
     mixture = loader.mixture
+    problems: list[NoUsableRow] = []
     for number, size in enumerate(mixture.sizes):
         order = mixture.orders[number]
         places = [(number, order.row(0, position)) for position in range(min(size, MAX_ROWS))]
-        check_rows(loader.encoded, loader.policy, places, size)
-        check_files(loader.encoded, loader.policy, places)
+        try:
+            check_rows(loader.encoded, loader.policy, places, size)
+        except NoUsableRow as problem:
+            problems.append(problem)
+        else:
+            check_files(loader.encoded, loader.policy, places)
+    _raise_all(problems)
 
 
 def check_held_out_rows(held_out: EvalSet) -> None:
     """Check that held-out data have a row of each data set that is evaluated. Raises as `check_training_rows` does, but
     reads all rows of a data set if necessary, as each evaluation will."""
     remaining = held_out.rows
+    problems: list[NoUsableRow] = []
     for number, source in enumerate(held_out.sources):
         if remaining > 0:  # `EvalSet.max_rows` may leave out later data sets
             places = ((number, row) for row in range(len(source)))
-            check_rows(held_out.encoded, held_out.policy, places, len(source))
             first = [(number, row) for row in range(min(len(source), remaining, MAX_ROWS))]
-            check_files(held_out.encoded, held_out.policy, first)
+            try:
+                check_rows(held_out.encoded, held_out.policy, places, len(source))
+            except NoUsableRow as problem:
+                problems.append(problem)
+            else:
+                check_files(held_out.encoded, held_out.policy, first)
         remaining -= len(source)
+    _raise_all(problems)
+
+
+def _raise_all(problems: Sequence[NoUsableRow]) -> None:
+    """Raise the problems of all data sets as one error, so that all can be mended at once."""
+    if problems:
+        raise sum(problems[1:], problems[0])
 
 
 def check_rows(encoded: EncodedRows, policy: BadRowPolicy, places: Iterable[Place], size: int) -> None:
     """Check that one of these places of a data set with `size` rows has a row that can be used; if none has, list all
-    of them in the report, and raise `DataError`."""
+    of them in the report, and raise `NoUsableRow`."""
     remaining = iter(places)
     left_out: list[tuple[Place, BadSample]] = []
     # The first call has one row: usually it can be used, and encoding more would be a waste.
@@ -95,7 +113,7 @@ def _names_files(row: object) -> bool:
     return any(isinstance(file, Path) for files in kinds if isinstance(files, Sequence) for file in files)
 
 
-def _no_usable_row(encoded: EncodedRows, left_out: Sequence[tuple[Place, BadSample]], size: int) -> DataError:
+def _no_usable_row(encoded: EncodedRows, left_out: Sequence[tuple[Place, BadSample]], size: int) -> NoUsableRow:
     """Return the error of a data set of which these rows, all that were read, are left out."""
     (source, _), first = left_out[0]
     rows = count_noun(len(left_out), "row")
@@ -103,11 +121,11 @@ def _no_usable_row(encoded: EncodedRows, left_out: Sequence[tuple[Place, BadSamp
     name = encoded.sources[source].name
     too_long = list(_read(encoded, [place for place, bad in left_out if isinstance(bad, LongSample)]))
     if not too_long:
-        return QuotingError(f"{name}: none of {which} can be used. Row {first.row} {first.reason}")
+        return NoUsableRow(f"{name}: none of {which} can be used. Row {first.row} {first.reason}", quotes=True)
     counts = Counter(bad.action for _, bad in left_out)
     listed = ", ".join(f"{number} {action}" for action, number in counts.items())
     problem = "fits into" if len(counts) == 1 else f"can be used ({listed}), and the dropped ones do not fit into"
-    return DataError(f"{name}: none of {which} {problem} {_advise(encoded.encoder, too_long)}")
+    return NoUsableRow(f"{name}: none of {which} {problem} {_advise(encoded.encoder, too_long)}", quotes=False)
 
 
 def _read(encoded: EncodedRows, places: Iterable[Place]) -> Iterator[object]:

@@ -30,6 +30,7 @@ from octavo.base import environment, hub
 from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config
+from octavo.data.errors import NoUsableRow
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.rows_from_config import prepare_datasets
 from octavo.fp8.planning import Schedule, changed_casts
@@ -139,9 +140,17 @@ def _open_data(cfg: Config, processor: Any, world: parallel.World, start: run_di
     loader_args: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **report}
     if cfg.data.packing:
         loader_args["pack_position"] = start.pack_position
-    loader = phase.loader(cfg, processor, start_row=start.rows, **loader_args)
+    evalset_args = {"rank": world.rank, "world": world.size, **report}
+    try:
+        loader = phase.loader(cfg, processor, start_row=start.rows, **loader_args)
+    except NoUsableRow as problem:
+        try:  # held-out rows often have the same problem
+            phase.evalset(cfg, processor, **evalset_args)
+        except NoUsableRow as another:
+            raise problem + another from None
+        raise
     # Ranks that share training rows do not share held-out rows: each evaluates whole rows.
-    evalset = phase.evalset(cfg, processor, rank=world.rank, world=world.size, **report)
+    evalset = phase.evalset(cfg, processor, **evalset_args)
     return _Data(loader, evalset)
 
 
