@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,11 +52,12 @@ def run(
         callbacks: see `octavo.train.Callback`.
 
     Returns:
-        The directory, status (finished or stopped), steps, final metrics and held-out figures of the run.
+        The directory, status (finished; stopped by SIGTERM, SIGHUP or a callback), steps, final metrics and held-out
+        figures of the run.
 
     Raises ConfigError with all problems of the arguments at once; DataError for rows, whose message names a row by its
     index (``train_data[17]``); RewardError, TrainError and the errors of other packages as ``octavo train`` reports
-    them.
+    them; KeyboardInterrupt after Ctrl-C, when the step is finished and saved.
     """
     # Imported here, so that `import octavo` needs no torch.
     from octavo.config.yaml.problems import ConfigError
@@ -63,7 +65,7 @@ def run(
     rows_by_name = {
         name: rows for name, rows in (("train_data", train_data), ("eval_data", eval_data)) if rows is not None
     }
-    callbacks = tuple(callbacks) if isinstance(callbacks, Iterable) else callbacks
+    callbacks = callbacks if isinstance(callbacks, str) or not isinstance(callbacks, Iterable) else (*callbacks,)
     cfg = _load(config, rows_by_name, rewards, callbacks)
     if problems := _missing_files(cfg, config, rows_by_name):
         raise ConfigError(problems)
@@ -96,6 +98,8 @@ def run(
     if is_main:
         print_result(result, cfg.train.phase)
         print_written(result)
+    if result.signal == signal.SIGINT:  # else Ctrl-C would only end the first of several runs of a program
+        raise KeyboardInterrupt
     return result
 
 
@@ -109,7 +113,11 @@ def _load(
     from octavo.config import Config
     from octavo.config.load import load_tree, plain, read_tree
     from octavo.config.merge import Tree
+    from octavo.config.yaml.problems import ConfigError, Place, Problem
 
+    if config is None:  # the command line reads this as a configuration that has only overrides
+        reason = "expected a dict or the path of a YAML file, found None"
+        raise ConfigError([Problem(Place("the configuration"), "", reason, "pass at least model and data")])
     if isinstance(config, Config):
         tree = Tree("the configuration", value=plain(config))
     else:
@@ -169,8 +177,9 @@ def _name_rewards(tree: Tree, rewards: object) -> None:
 
         for why in python_functions.check_functions(rewards):
             tree.problem(Place("rewards"), "", why)
-        functions = filter(callable, rewards) if isinstance(rewards, list | tuple) else ()
-        paths = [python_path(python_functions.name_of(function)) for function in functions]
+        functions = filter(callable, rewards if isinstance(rewards, list | tuple) else [rewards])
+        # Rewards that cannot be used get a name, too: otherwise rl.rewards would also be reported as absent.
+        paths = [python_path(python_functions.name_of(function)) for function in functions] or [python_path("rewards")]
         phase = train.get("phase", "sft") if isinstance(train, dict) else "sft"
         if phase != "rl":
             reason = f"functions as rewards are for phase rl, and train.phase is {phase}"
@@ -191,16 +200,14 @@ def _name_rewards(tree: Tree, rewards: object) -> None:
 
 
 def _check_callbacks(tree: Tree, callbacks: object) -> None:
-    from octavo.config.yaml.problems import Place, describe_value
+    from octavo.config.yaml.problems import Place
 
-    if callbacks == ():
+    if callbacks == ():  # so that a wrong call is answered without torch
         return
-    from octavo.train import Callback
+    from octavo.train.callbacks.callback import check_callbacks
 
-    wrong = [entry for entry in callbacks if not isinstance(entry, Callback)] if isinstance(callbacks, tuple) else None
-    for value, kind in [(callbacks, "a list of ")] if wrong is None else [(entry, "") for entry in wrong]:
-        reason = f"expected {kind}octavo.train.Callback, found {describe_value(value)} ({type(value).__name__})"
-        tree.problem(Place("callbacks"), "", reason, "pass a list of instances, such as [MyCallback()]")
+    for reason, remedy in check_callbacks(callbacks):
+        tree.problem(Place("callbacks"), "", reason, remedy)
 
 
 def _missing_files(cfg: Config, config: object, rows: Iterable[str]) -> list[Problem]:

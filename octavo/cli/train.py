@@ -98,6 +98,7 @@ def print_result(result: Any, phase: str) -> None:
 
         # A run of an earlier version that has finished already has the older names.
         held_out = name_loss(result.eval, phase)
+        trained = {*pairs}
         for name in ("preference_loss", "loss", "answer_loss"):
             if held_out.get(name) is not None:
                 pairs[f"held-out {name.replace('_', ' ')}"] = terminal.number(held_out[name])
@@ -110,6 +111,8 @@ def print_result(result: Any, phase: str) -> None:
             in_order = "" if share is None else f"{100 * share:.1f} %, "
             margin = terminal.number(result.eval["rewards/margins"])
             pairs["held-out preferences"] = f"{in_order}margin {margin} over {result.eval['preferences']:.0f}"
+        if result.eval_step not in (None, result.steps):  # of a stopped run; the other figures are of its last step
+            pairs |= {name: f"{pairs[name]} (after step {result.eval_step})" for name in pairs if name not in trained}
     if result.gain and "failed" in result.gain:
         pairs["FP8 gain"] = f"not measured: {result.gain['failed']}"
     elif result.gain:

@@ -225,6 +225,7 @@ def rl_with(*rewards: str) -> dict[str, Any]:
         ({"data.eval": OWN}, {}, "data.eval.0.path: there are no rows `python:train_data`; write python:eval_data"),
         ({}, {"rewards": [digit_share]}, "rewards: functions as rewards are for phase rl, and train.phase is sft"),
         ({"train.phase": "rl"}, {"rewards": []}, "rewards: it is empty"),
+        ({"train.phase": "rl"}, {"rewards": digit_share}, "expected a list of functions, such as [digit_share]"),
         ({"train.phase": "rl"}, {"rewards": [3]}, "rewards: entry 0 is 3 (int), which cannot be called"),
         (rl_with("math"), {"rewards": [digit_share]}, "names other rewards, and not python:digit_share, which is in"),
         (rl_with("python:score"), {}, "rl.rewards: names python:score, and rewards is absent; pass"),
@@ -246,7 +247,20 @@ def test_all_problems_of_a_call_are_reported_at_once(
         octavo.run(values, **({"train_data": says(place)} | arguments))
     assert problem in str(error.value)
     assert "train.stepz: unknown key; did you mean `steps`?" in str(error.value)
+    assert "rl.rewards: required" not in str(error.value)  # they were passed
     assert not Path(values["run"]["dir"]).exists()
+
+
+def test_a_call_without_a_configuration_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the configuration: expected a dict or the path of a YAML file, found None"):
+        octavo.run(None)  # type: ignore[arg-type]
+
+
+def test_ctrl_c_ends_the_program_after_the_step_is_saved(make: Make, place: Path) -> None:
+    values = without_data(make("data.eval=[]", dir="stopped"))
+    with pytest.raises(KeyboardInterrupt):
+        octavo.run(values, train_data=says(place), callbacks=[at(2, signal.SIGINT)])
+    assert (Path(values["run"]["dir"]) / "checkpoints" / "step_3").is_dir()
 
 
 def test_missing_files_are_named(make: Make, place: Path) -> None:

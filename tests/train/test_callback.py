@@ -161,10 +161,35 @@ def test_what_is_no_list_of_callbacks_is_refused_before_there_is_a_run(make):
     for wrong in ([train.Callback], train.Callback(), None, "mine"):
         with pytest.raises(
             train.TrainError,
-            match=r"callbacks must be a list of octavo.train.Callback, such as \[My",
+            match=r"callbacks: expected (a list of )?octavo.train.Callback, found .*; pass a list of instances",
         ):
             train.run(cfg, callbacks=wrong)
     assert not Path(cfg.run.dir).exists()
+
+
+def test_methods_that_would_never_be_called_are_refused(make):
+    class Misspelt(train.Callback):
+        def after_stp(self, run, step):
+            pass
+
+        def on_step_end(self, *arguments, **state):
+            pass
+
+        def save(self):  # a helper: it has other parameters than `saved`
+            pass
+
+        def report(self, run, step):
+            pass
+
+        def _after_step(self, run, step):
+            pass
+
+    with pytest.raises(train.TrainError) as caught:
+        train.run(make("train.steps=1", "train.warmup=0", "data.eval=[]"), callbacks=[Misspelt()])
+    said = str(caught.value)
+    assert "Misspelt.after_stp would never be called; did you mean after_step? A helper needs" in said
+    assert "Misspelt.on_step_end would never be called; did you mean after_step?" in said
+    assert said.count("would never be called") == 2
 
 
 def test_a_generator_of_callbacks_is_called_as_a_list_is(make):

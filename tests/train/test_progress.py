@@ -102,9 +102,9 @@ def test_tensorboard_has_a_figure_under_one_name(tmp_path: Path) -> None:
 
 
 def test_the_closing_lines_say_the_reward_and_not_the_loss_of_rl(capsys) -> None:
-    def closing(final: dict, phase: str, held_out: dict | None = None) -> str:
+    def closing(final: dict, phase: str, held_out: dict | None = None, ended_early: bool = False) -> str:
         ended = {"status": "finished", "steps": 3, "dir": "run", "eval": held_out, "gain": None, "skipped": 0}
-        ended["overflowed"] = 2
+        ended |= {"overflowed": 2, "eval_step": 2 if ended_early else 3}
         print_result(SimpleNamespace(final=final, **ended), phase)
         return capsys.readouterr().out
 
@@ -117,6 +117,10 @@ def test_the_closing_lines_say_the_reward_and_not_the_loss_of_rl(capsys) -> None
     assert [line.split()[:3] for line in lines if "held-out" in line] == [
         ["held-out", "preference", "loss"], ["held-out", "answer", "loss"], ["held-out", "preferences", "60.0"]
     ]  # fmt: skip
+    # The other figures of a stopped run are of its last step.
+    lines = closing(SFT, "sft", old, ended_early=True).splitlines()
+    assert [line.split()[:2] for line in lines if line.endswith("(after step 2)")] == [["held-out", "loss"]]
+    assert "after step 2" not in closing(SFT, "sft", old)
     assert "held-out loss" in closing(SFT, "sft", old) and "held-out answer loss" in closing(RL, "rl", old)
     assert "reward" not in (said := closing(SFT, "sft")) and "FP16 overflows  2 steps skipped" in said
 

@@ -38,7 +38,8 @@ def check_functions(rewards: object) -> list[str]:
     """Return a sentence for each problem of the argument `rewards` of `octavo.run`, in order; none: they can be
     used."""
     if not isinstance(rewards, list | tuple):
-        return [f"expected a list of functions, such as [score], found {_shown(rewards)}"]
+        example = name_of(rewards) if callable(rewards) else "score"
+        return [f"expected a list of functions, such as [{example}], found {_shown(rewards)}"]
     if not rewards:
         return ["it is empty; pass at least one function, or leave it out and name rewards in rl.rewards"]
     problems, positions = [], dict[str, int]()

@@ -22,6 +22,7 @@ A watcher that fails after the run has begun is removed with a warning; the run 
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,9 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import parallel
 from octavo.base.safe_read import first_line
+from octavo.base.wording import typing_error
 from octavo.config import Config
+from octavo.config.yaml.problems import describe_value
 from octavo.train.callbacks.metrics import MetricsLog
 from octavo.train.callbacks.progress import Display
 from octavo.train.callbacks.result import RunResult
@@ -106,6 +109,56 @@ class Callback:
         """Called only on watchers, when the run ends with an error."""
 
 
+#: methods of Hugging Face's TrainerCallback -> the method here that is called at the same point
+_OF_TRAINER = {
+    "on_train_begin": "begin",
+    "on_step_begin": "before_step",
+    "on_step_end": "after_step",
+    "on_evaluate": "evaluated",
+    "on_log": "end_step",
+    "on_save": "saved",
+    "on_train_end": "end",
+}
+
+
+def check_callbacks(callbacks: object) -> list[tuple[str, str]]:
+    """Return what is wrong with the argument ``callbacks`` of a run, each with its remedy; none: they can be used.
+
+    A method whose name is a typing error of one of `Callback`'s, with the same number of parameters, would never be
+    called without anyone noticing.
+    """
+    if not isinstance(callbacks, tuple | list):
+        value = f"{describe_value(callbacks)} ({type(callbacks).__name__})"
+        return [(f"expected a list of octavo.train.Callback, found {value}", _INSTANCES)]
+    problems = []
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            value = f"{describe_value(callback)} ({type(callback).__name__})"
+            problems.append((f"expected octavo.train.Callback, found {value}", _INSTANCES))
+            continue
+        for name, intended in _misspelt_methods(type(callback)):
+            reason = f"{type(callback).__name__}.{name} would never be called"
+            problems.append((reason, f"did you mean {intended}? A helper needs another name, such as _{name}"))
+    return problems
+
+
+_INSTANCES = "pass a list of instances, such as [MyCallback()]"
+
+
+def _misspelt_methods(kind: type[Callback]) -> Iterator[tuple[str, str]]:
+    hooks = {name: method for name, method in vars(Callback).items() if not name.startswith("_")}
+    for name in dir(kind):
+        method = getattr(kind, name, None)
+        if name in hooks or name.startswith("_") or not inspect.isfunction(method):
+            continue
+        if name in _OF_TRAINER:
+            yield name, _OF_TRAINER[name]
+        elif hook := typing_error(name, {hook: hook for hook in hooks}):
+            numbers = {len(inspect.signature(function).parameters) for function in (method, hooks[hook])}
+            if len(numbers) == 1:
+                yield name, hook
+
+
 @dataclass
 class Run:
     """A run in progress.
@@ -115,7 +168,7 @@ class Run:
     row       the row of the last step
     stopping  True if a signal was received or `stop` was called; this step is the last step of the session
     watchers  empty except on the main rank
-    eval, memory, gain    the newest figures
+    eval, memory, gain    the newest figures; eval_step: after which step `eval` was measured
     """
 
     job: Job
@@ -125,6 +178,7 @@ class Run:
     log: MetricsLog | None
     row: dict[str, Any]
     eval: Mapping[str, Any] | None
+    eval_step: int | None
     memory: Mapping[str, int]
     gain: Mapping[str, Any] | None
     user_callbacks: Sequence[Callback]

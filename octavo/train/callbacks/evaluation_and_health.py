@@ -211,6 +211,7 @@ class Evaluation(Callback):
         check_weights_finite(run.model, run.world, f"after step {run.step}")
         shown: list[Answer] = []
         run.eval = run.job.phase.evaluate(run.job.stepper, run.job.evalset, shown)
+        run.eval_step = run.step
         if run.world.is_main and shown:
             self.answers.write(run.step, shown)
         run.notify("evaluated", run.eval)

@@ -20,6 +20,7 @@ class RunResult:
     final    the last row of metrics.jsonl without seconds, time, eval, health, memory, gain, experts, base and
              massive_activations
     eval     the last evaluation, None where there was none
+    eval_step    the step after which it was made
     health   the last FP8 health summary (worst and median figures)
     memory   bytes by kind, as last measured
     gain     the measured speed of FP8 (run.gain_steps); {"failed": why, "step"} if memory ran out
@@ -35,6 +36,7 @@ class RunResult:
     steps: int
     final: Mapping[str, Any] = field(default_factory=dict)
     eval: Mapping[str, Any] | None = None
+    eval_step: int | None = None
     health: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
     gain: Mapping[str, Any] | None = None

@@ -23,7 +23,7 @@ from octavo.config import Config
 from octavo.models.structure.fp8_twin import resolve_twin
 from octavo.train.callbacks import trackers
 from octavo.train.callbacks.adaptive_precision import AdaptPrecision, ApplyPrecisionSchedule
-from octavo.train.callbacks.callback import Callback, Run, Step
+from octavo.train.callbacks.callback import Callback, Run, Step, check_callbacks
 from octavo.train.callbacks.checkpointing import CheckpointCallback, write_outputs
 from octavo.train.callbacks.corruption_check import CorruptionCheck
 from octavo.train.callbacks.evaluation_and_health import (
@@ -93,11 +93,9 @@ def run(
     Raises: TrainError and the errors of lower-level packages. An error on only one rank ends its process; torchrun then
     ends the others.
     """
-    user_callbacks = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)
-    if any(not isinstance(callback, Callback) for callback in user_callbacks):
-        raise TrainError(
-            f"callbacks must be a list of octavo.train.Callback, such as [MyCallback()], but is {callbacks!r}"
-        )
+    user_callbacks = callbacks if isinstance(callbacks, str) or not isinstance(callbacks, Iterable) else (*callbacks,)
+    if problems := check_callbacks(user_callbacks):
+        raise TrainError("callbacks: " + "; ".join(f"{reason}; {remedy}" for reason, remedy in problems))
     # Only rank 0 prints. Ranks are known only after parallel.setup, so the launcher's variable decides.
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
     cfg = hub.resolve_names(cfg, display.log)
@@ -177,10 +175,11 @@ def _start_run(
         job.stepper.on_progress = display.show_part
     log = MetricsLog(start.directory, cfg.run.tensorboard, first, phase.tensorboard) if world.is_main else None
     rows = run_dir.read_rows(start.directory / run_dir.METRICS)
+    evaluated = next((row for row in reversed(rows) if "eval" in row), None)
     return Run(
         job, display, request, first, log,
         row=rows[-1] if rows else {},
-        eval=next((row["eval"] for row in reversed(rows) if "eval" in row), None),
+        eval=evaluated and evaluated["eval"], eval_step=evaluated and evaluated["step"],
         memory=next((row["memory"] for row in reversed(rows) if "memory" in row), {}),
         gain=run_dir.read_json(start.directory / run_dir.GAIN),
         user_callbacks=user_callbacks, callbacks=_ordered_callbacks(user_callbacks, job.precision_schedule, cfg),
@@ -326,8 +325,9 @@ def _result(run: Run, stopped: bool) -> RunResult:
     result = RunResult(
         dir=run.directory, status="stopped" if stopped else "finished", steps=run.step,
         final={key: value for key, value in run.row.items() if key not in _OMIT_FROM_FINAL},
-        eval=run.eval, health=run.job.progress.health, memory=run.memory, gain=run.gain, base=base_record,
-        skipped=run.job.progress.skipped, overflowed=run.job.progress.overflowed, seconds=run.job.progress.seconds,
+        eval=run.eval, eval_step=run.eval_step, health=run.job.progress.health, memory=run.memory,
+        gain=run.gain, base=base_record, skipped=run.job.progress.skipped,
+        overflowed=run.job.progress.overflowed, seconds=run.job.progress.seconds,
         signal=max(run.world.gather_objects(run.request.signal or 0)) or None if stopped else None,
     )  # fmt: skip
     if stopped:
