@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="estimate step time and find the best mesh on a cluster: e.g. h100x8x8 (8 nodes of 8 GPUs), or a file",
     )
     parser.add_argument(
-        "--card", metavar="SIZE", help="check whether the run fits on a GPU with this much memory, e.g. 80GB"
+        "--card", metavar="SIZE", help="check whether the run fits on a GPU with this much memory, e.g. 80GB or h100"
     )
     parser.add_argument(
         "--fit",

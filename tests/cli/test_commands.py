@@ -112,6 +112,7 @@ def test_train_reports_its_status_and_does_not_overwrite(here, trained, capsys):
         (["plan"], 2, "name a configuration file, or a published model"),
         (["plan", "run.yaml", "--fit", "80GB", "--card", "80GB"], 2, "--fit only proposes settings"),
         (["plan", "run.yaml", "--card", "big"], 1, "cannot parse the card 'big': give its memory, e.g. 80GB"),
+        (["plan", "run.yaml", "--card", "h10"], 1, "cannot parse the card 'h10': did you mean h100? Else give its"),
         (["plan", "--shape", "qwen3_vl_8", "fp8.recipe=off"], 2, "did you mean qwen3_vl_8b?"),
         (["plan", "--shape", "mpt_1b", "fp8.recpe=off"], 2, "fp8.recpe: unknown key; did you mean `recipe`?"),
         (["plan", "run.yaml", "model.path=nowhere"], 2, "model.path: there is no folder"),

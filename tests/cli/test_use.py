@@ -172,7 +172,7 @@ def test_eval_reports_both_bases(here, capsys):
         (
             ["generate", "lora", *PROMPT, "--base", "digits"],
             1,
-            "digits was given as the base of lora but has no config",
+            "digits was given as the base of lora, but is not a complete Hugging",
         ),
         (["generate", "model", *PROMPT, "--load-in-fp8", "fp4"], 2, "'fp4' is none of rowwise"),
         (["eval", "model"], 1, "so it has no held-out data: give a configuration with data.eval, --config FILE.yaml"),

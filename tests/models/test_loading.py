@@ -332,3 +332,8 @@ def test_error_describes_adapter_and_run_folders(tmp_path: Path) -> None:
         (folder / "checkpoints").mkdir(parents=True)
         (folder / name).write_text("{}")
         refused(folder, f"config.json is missing: .* is {says}")
+    (folder / "adapter").mkdir()
+    refused(folder, "is a run of octavo train. Its adapter is .*/config.yaml/adapter; octavo merge writes a Hugging")
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text("{}")
+    refused(folder, "is a run of octavo train. Its model is .*/config.yaml/hf")

@@ -179,7 +179,7 @@ def find_file(folder: Path, name: str) -> Path:
 def read_json(file: Path) -> dict:
     """Read a JSON object from a file. Raises ModelError if it is missing, invalid or not an object."""
     if not os.path.lexists(file):
-        raise ModelError(f"{file} is missing: {file.parent} is {_describe_folder(file.parent)}")
+        raise ModelError(f"{file} is missing: {file.parent} is {describe_folder(file.parent)}")
     return safe_read.read_json(file, ModelError)
 
 
@@ -262,7 +262,7 @@ def check_generation_config(folder: Path) -> None:
         GenerationConfig.from_dict(settings).validate()
 
 
-def _describe_folder(folder: Path) -> str:
+def describe_folder(folder: Path) -> str:
     """Describe a folder in which files of a model are missing, with the fix, as the end of a sentence."""
     if (folder / "adapter_config.json").is_file():
         return (
@@ -270,8 +270,17 @@ def _describe_folder(folder: Path) -> str:
             "merge both into one model: octavo merge."
         )
     if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
-        return "a run of octavo train. Write a Hugging Face folder from it: octavo export, or octavo merge for LoRA."
+        return f"a run of octavo train. {_find_output(folder)}"
     return "not a complete Hugging Face folder."
+
+
+def _find_output(run: Path) -> str:
+    """Return a sentence on the model or adapter that a run has written, or on the command that writes one."""
+    if (run / "hf" / "config.json").is_file():
+        return f"Its model is {run / 'hf'}."
+    if (run / "adapter").is_dir():
+        return f"Its adapter is {run / 'adapter'}; octavo merge writes a Hugging Face folder."
+    return "Write a Hugging Face folder from it: octavo export, or octavo merge for LoRA."
 
 
 def check_weight_files(folder: Path, indexed: bool | None = None) -> list[headers.Header]:
@@ -348,7 +357,10 @@ def missing_weights_error(file: Path, indexed: bool) -> str:
             "read, so Octavo reads only safetensors. Save the model with save_pretrained (safetensors is its format) "
             "first."
         )
-    return f"{folder} contains no {file.name} and no {INDEX}: there are no weights to load."
+    text = f"{folder} contains no {file.name} and no {INDEX}: there are no weights to load."
+    if (folder / "config.json").is_file():
+        return text
+    return f"{text} {folder} is {describe_folder(folder)}"
 
 
 def companions(folder: Path) -> list[Path]:

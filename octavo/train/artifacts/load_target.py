@@ -32,7 +32,7 @@ from octavo.base.wording import count_noun
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_weights
-from octavo.models.folder.folder import find_pickles, read_json
+from octavo.models.folder.folder import describe_folder, find_pickles, read_json
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
@@ -408,8 +408,8 @@ def _inspect_adapter(folder: Path, base: str | Path | None) -> Target:
 def _base_folder(base: str | Path, of: Path) -> Path:
     folder = Path(base)
     if not (folder / MODEL).is_file():
-        state = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise TrainError(f"{folder} was given as the base of {of} but {state}; name a local Hugging Face folder")
+        state = f"is {describe_folder(folder)}" if folder.is_dir() else "is not a folder."
+        raise TrainError(f"{folder} was given as the base of {of}, but {state} Name a local Hugging Face folder.")
     return folder
 
 

@@ -247,7 +247,7 @@ def test_tokens_that_are_assumed_can_be_counted(make, family: str, length: int, 
     assert MemoryEstimator(cfg, model, described, plan, tokens, device="cpu").estimate(cfg).kinds["activations"] > 0
 
 
-@pytest.mark.parametrize("text", ["80", "80GB", "80 gb"])
+@pytest.mark.parametrize("text", ["80", "80GB", "80 gb", "H100"])
 def test_cards(text: str) -> None:
     card = Card.parse(text)
     assert card.size == 80e9 and card.usable == 80e9 - 1e9 - 1.6e9

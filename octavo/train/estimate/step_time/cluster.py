@@ -106,14 +106,14 @@ class Cluster:
         return self
 
 
-# NVIDIA's data sheets: dense FLOP/s in BF16 and FP8 (without sparsity), memory, its bytes/s, NVLink bytes/s one way;
+# NVIDIA's data sheets: dense FLOP/s in BF16 and FP8 (without sparsity), the card, its memory's bytes/s, NVLink bytes/s one way;
 # network: one 400 Gb/s adapter per GPU (200 Gb/s in A100 nodes). An A100 has no FP8, so its GEMMs run in BF16.
 GPUS: dict[str, tuple[float, float, Card, float, float, float]] = {
-    "a100": (312e12, 312e12, Card("80GB", 80 * 10**9), 2.04e12, 300e9, 25e9),
-    "h100": (989e12, 1979e12, Card("80GB", 80 * 10**9), 3.35e12, 450e9, 50e9),
-    "h800": (989e12, 1979e12, Card("80GB", 80 * 10**9), 3.35e12, 200e9, 50e9),
-    "h200": (989e12, 1979e12, Card("141GB", 141 * 10**9), 4.8e12, 450e9, 50e9),
-    "b200": (2250e12, 4500e12, Card("180GB", 180 * 10**9), 7.7e12, 900e9, 50e9),
+    "a100": (312e12, 312e12, Card.parse("a100"), 2.04e12, 300e9, 25e9),
+    "h100": (989e12, 1979e12, Card.parse("h100"), 3.35e12, 450e9, 50e9),
+    "h800": (989e12, 1979e12, Card.parse("h800"), 3.35e12, 200e9, 50e9),
+    "h200": (989e12, 1979e12, Card.parse("h200"), 4.8e12, 450e9, 50e9),
+    "b200": (2250e12, 4500e12, Card.parse("b200"), 7.7e12, 900e9, 50e9),
 }
 
 
