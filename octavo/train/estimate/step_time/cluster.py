@@ -106,8 +106,8 @@ class Cluster:
         return self
 
 
-# NVIDIA's data sheets: dense FLOP/s in BF16 and FP8 (without sparsity), the card, its memory's bytes/s, NVLink bytes/s one way;
-# network: one 400 Gb/s adapter per GPU (200 Gb/s in A100 nodes). An A100 has no FP8, so its GEMMs run in BF16.
+# NVIDIA's data sheets: dense FLOP/s in BF16 and FP8 (without sparsity), the card, bytes/s of its memory, NVLink bytes/s
+# one way; network: one 400 Gb/s adapter per GPU (200 Gb/s in A100 nodes). An A100 has no FP8, so its GEMMs run in BF16.
 GPUS: dict[str, tuple[float, float, Card, float, float, float]] = {
     "a100": (312e12, 312e12, Card.parse("a100"), 2.04e12, 300e9, 25e9),
     "h100": (989e12, 1979e12, Card.parse("h100"), 3.35e12, 450e9, 50e9),
