@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,12 +107,23 @@ def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | N
     return None
 
 
+_STAND_IN_VALUES = 99_991  # a prime number
+
+
 @cache_trial
 def stand_in_matches(module: nn.Module) -> str | None:
     """Run :func:`matches_stock` for experts on the meta device, with two random experts of the same size."""
     twin, generator = copy.copy(module), make_generator()
+    # Drawing every value of large experts would take most of the time of a search over plans. A prime number of values
+    # divides no dimension, so no two rows of a weight are equal.
+    values = torch.randn(_STAND_IN_VALUES, generator=generator) / 16
+
+    def fill(shape: Sequence[int]) -> Tensor:
+        size = math.prod(shape)
+        return values.repeat(-(-size // _STAND_IN_VALUES))[:size].view(*shape)
+
     twin.__dict__["_parameters"] = {
-        name: None if p is None else nn.Parameter(torch.randn(2, *p.shape[1:], generator=generator).to(p.dtype) / 16)
+        name: None if p is None else nn.Parameter(fill((2, *p.shape[1:])).to(p.dtype))
         for name, p in module._parameters.items()
     }
     if hasattr(twin, "num_experts"):
