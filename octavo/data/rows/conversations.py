@@ -288,8 +288,14 @@ def _read_message_turns(row: object) -> tuple[list[Turn], list[Name]]:
         reasoning = read_reasoning(turn, role, number)
         name, call = (name, call) if role == "tool" else (None, None)
         turns.append(Turn(role, tuple(parts), calls, name, reasoning, call, is_learned(turn, number)))
-    if listed is not None or num_placeholders:
-        check_image_count(num_placeholders, len(listed or ()))
+    if listed is None and num_placeholders:
+        parts_without = count_noun(num_placeholders, "image part")
+        raise RowProblem(
+            f"has {parts_without} without a file or with null, and no list of images; write "
+            '{"type": "image", "image": FILE}, or list the files under \'images\''
+        )
+    if listed is not None:
+        check_image_count(num_placeholders, len(listed))
     if not names and any(PLACEHOLDER in turn.text for turn in turns):
         raise RowProblem(
             f"writes {PLACEHOLDER} in its text, but names no image; list it under 'images', or write the content as "
