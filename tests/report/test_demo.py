@@ -177,7 +177,7 @@ def test_answers_are_saved_as_a_picture(interview: DemoAnswers, tmp_path: Path) 
 # --- what the demo can decide -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("task", "aim", "seeds"), [(HANDWRITING, 0.995, 6), (PRETRAINED, 0.99, 3)])
+@pytest.mark.parametrize(("task", "aim", "seeds"), [(HANDWRITING, 0.995, 6), (PRETRAINED, 0.995, 4)])
 def test_recorded_seeds_pass_with_the_stated_probability(task: DemoTask, aim: float, seeds: int) -> None:
     """From the rows: worse ends of intervals, moved to no difference, and worse ends that scatter as they do."""
     recorded = task.power()
