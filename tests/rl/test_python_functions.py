@@ -172,7 +172,7 @@ LOCAL = lambda completions: [0.0]  # noqa: E731
 @pytest.mark.parametrize(
     ("rewards", "problem"),
     [
-        (length, "expected a list of functions, such as [score], found <function length"),
+        (length, "expected a list of functions, such as [length], found <function length"),
         ([], "it is empty; pass at least one function"),
         (["exact_match"], "entry 0 is the text 'exact_match'; write it under rl.rewards"),
         ([length, 3], "entry 1 is 3 (int), which cannot be called"),

@@ -94,7 +94,7 @@ def run(
     ends the others.
     """
     user_callbacks = callbacks if isinstance(callbacks, str) or not isinstance(callbacks, Iterable) else (*callbacks,)
-    if problems := check_callbacks(user_callbacks):
+    if user_callbacks != () and (problems := check_callbacks(user_callbacks)):
         raise TrainError("callbacks: " + "; ".join(f"{reason}; {remedy}" for reason, remedy in problems))
     # Only rank 0 prints. Ranks are known only after parallel.setup, so the launcher's variable decides.
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)

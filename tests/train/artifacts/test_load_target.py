@@ -222,7 +222,7 @@ def test_paths_that_are_no_folders(tmp_path, runs):
         artifacts.inspect_target("Qwen/Qwen3-VL-8B-Instruct")
     with pytest.raises(TrainError, match="folder of a run's checkpoints; name the run"):
         artifacts.inspect_target(runs / "full/checkpoints")
-    with pytest.raises(TrainError, match="has no config.json; name a local Hugging Face folder"):
+    with pytest.raises(TrainError, match="is not a complete Hugging Face folder. Name a local"):
         artifacts.inspect_target(runs / "lora", tmp_path)
     with pytest.raises(TrainError, match="is a whole model: only adapters have a base"):
         artifacts.inspect_target(runs / "fp8", tmp_path)
