@@ -128,6 +128,7 @@ RECORDS: dict[str, FamilyRecord] = _table(
         FamilyRecord("qwen3_5", "Qwen3VLImageTextProcessor", "patches"),
         FamilyRecord("qwen3_5_moe", "Qwen3VLImageTextProcessor", "patches"),
         FamilyRecord("mistral3", "PixtralImageTextProcessor", "whole"),
+        FamilyRecord("llava", "LlavaImageTextProcessor", "one_tile"),
         FamilyRecord("llava_onevision", "LlavaOnevisionImageTextProcessor", "anyres_tiles"),
         FamilyRecord("smolvlm", "SmolVLMImageTextProcessor", "stacked_tiles"),
         FamilyRecord("gemma3", "Gemma3ImageTextProcessor", "one_tile", images_attend_both_ways=True),

@@ -21,7 +21,7 @@ from octavo.data.loaders.token_counts import count_tokens
 from octavo.models.tiny import tiny
 from tests.data.test_processor_calls import results_equal
 
-FAMILIES = ("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")
+FAMILIES = ("mistral3", "llava", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")
 TOLERANCE = 2e-6  # of logits: sums in a different order
 
 

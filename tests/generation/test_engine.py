@@ -25,7 +25,8 @@ FAMILIES = {
     "qwen3": 64,
     "qwen3_moe": 64,
     **dict.fromkeys(
-        (*SMALL_SET, *SIMILAR_FAMILIES, "ernie4_5_vl_moe", "llavaonevision1_5", "nvila", "nvila_lite", "mpt"), 6
+        (*SMALL_SET, *SIMILAR_FAMILIES, "llava", "ernie4_5_vl_moe", "llavaonevision1_5", "nvila", "nvila_lite", "mpt"),
+        6,
     ),
 }
 TRANSFORMERS_ONLY = ("gemma3", "qwen3_5", "qwen3_5_moe", "qwen2_audio")  # use the loop of transformers

@@ -16,7 +16,8 @@ from octavo.base.model_families import tiny_families, trained_families
 from octavo.models import processors
 from tests.models.conftest import batch, conversation, some_image
 
-FEATURES = {"llava_onevision": 36, "smolvlm": 20, "nvila": 17, "nvila_lite": 6}  # a whole image, tiles, line breaks
+# of a whole image, with its tiles and line breaks
+FEATURES = {"llava": 16, "llava_onevision": 36, "smolvlm": 20, "nvila": 17, "nvila_lite": 6}
 
 
 @pytest.mark.parametrize("family", trained_families("images"))
@@ -158,8 +159,8 @@ def test_incomplete_folders(checkpoint, tmp_path):
 def test_a_vision_family_that_is_not_described(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llava"}))
-    with pytest.raises(models.ModelError, match="no processor for model_type 'llava'"):
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "vipllava"}))
+    with pytest.raises(models.ModelError, match="no processor for model_type 'vipllava'"):
         models.load_processor(folder)
 
 

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from octavo.models.errors import ForeignTokenizerError, ModelError
-from octavo.models.folder.folder import read_json, wrap_errors
+from octavo.models.folder.folder import find_file, read_json, wrap_errors
 from octavo.models.folder.processor_base import ProcessorTraits
 from octavo.models.structure.skeleton import stock_config
+from octavo.models.structure.vision_shapes import vision_of
 
 _MAX_TOKENS = 1 << 16  # limit of tokens of a small image, in addition to the decoder's number of positions
 #: name of a size in Qwen's vision configuration -> its name in the image processor
@@ -27,9 +29,28 @@ _SIZE_NAMES = {
 }
 
 
-def check_small_image(folder: Path, raw: Mapping[str, Any], image_processor: Any, batch: Mapping[str, Any]) -> None:
-    """Raise ModelError if a small image, processed to `batch`, has more tokens than the model has positions."""
-    file = folder / "preprocessor_config.json"
+def settings_file(folder: Path) -> Path:
+    """Return the file from which transformers takes the settings of the image processor."""
+    whole = find_file(folder, "processor_config.json")
+    if whole.exists() and "image_processor" in read_json(whole):
+        return whole
+    return find_file(folder, "preprocessor_config.json")
+
+
+def check_small_image(
+    folder: Path, raw: Mapping[str, Any], image_processor: Any, batch: Mapping[str, Any], image_cut: str
+) -> None:
+    """Raise ModelError if a small image, processed to `batch`, has more tokens than the model has positions, or another
+    size than the only tile that the vision tower takes."""
+    file = settings_file(folder)
+    if image_cut == "one_tile":
+        size, tile = tuple(np.asarray(batch["pixel_values"]).shape[-2:]), vision_of(stock_config(folder)).tile
+        if size != tile:
+            sizes = [f"{tall} x {wide}" for tall, wide in (size, tile)]
+            raise ModelError(
+                f"{file} makes images of {sizes[0]} pixels, but the vision tower of config.json takes {sizes[1]}. Copy "
+                "both files from one model."
+            )
     if "image_grid_thw" in batch:
         tokens = int(torch.as_tensor(batch["image_grid_thw"][0]).prod()) // image_processor.merge_size**2
         text = raw.get("text_config")

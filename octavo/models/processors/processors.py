@@ -265,7 +265,7 @@ def _load_processor(
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         if (file := find_file(folder, name)).exists():
             check_sizes(file)
-    settings = _image_settings_file(folder)
+    settings = image.settings_file(folder)
     with wrap_errors(f"{settings}: the image processor cannot be loaded"):
         with open_plain(images.parent) as plain:
             image_processor = processor_class.image_class.from_pretrained(plain, local_files_only=True)
@@ -276,7 +276,7 @@ def _load_processor(
     image.set_size_limits(image_processor, record.image_cut, limits)
     with wrap_errors(f"{settings}: the image processor cannot take an image"):
         batch = image_processor(images=[Image.new("RGB", (64, 64))])
-    image.check_small_image(folder, raw, image_processor, batch)
+    image.check_small_image(folder, raw, image_processor, batch, record.image_cut)
     template = _chat_template(folder, tokenizer)
     with wrap_errors(f"{folder}: the processor cannot be loaded"):
         shuffled = record.image_cut == "shuffled_tiles"
@@ -290,14 +290,6 @@ def _load_processor(
             folder, record, image_processor, video or {}, length
         )
     return processor
-
-
-def _image_settings_file(folder: Path) -> Path:
-    """Return the file from which transformers takes the settings of the image processor."""
-    whole = find_file(folder, "processor_config.json")
-    if whole.exists() and "image_processor" in read_json(whole):
-        return whole
-    return find_file(folder, "preprocessor_config.json")
 
 
 def _image_seq_length(folder: Path, raw: Mapping[str, Any]) -> int:

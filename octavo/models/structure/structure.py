@@ -185,6 +185,25 @@ def block_lists(model: nn.Module, root: str, excluded: Iterable[str] = ()) -> li
     return names
 
 
+def behind_features(model: nn.Module, tower: str) -> frozenset[str]:
+    """Return the names of a vision tower's parameters that no loss depends on, because the features of images are taken
+    before them (LLaVA's `vision_feature_layer`): in its last blocks, and in the modules after its blocks."""
+    feature_layer = getattr(getattr(model, "config", None), "vision_feature_layer", None)
+    lists = block_lists(model, tower) if tower else []
+    if feature_layer is None or not lists:
+        return frozenset()
+    blocks = lists[-1]
+    count = len(cast(nn.ModuleList, model.get_submodule(blocks)))
+    # Like transformers' tuple of hidden states: the first is the input of the blocks, so there is one more.
+    layers = [feature_layer] if isinstance(feature_layer, int) else feature_layer
+    used = max(index if index >= 0 else count + 1 + index for index in layers)
+    children = [name for name, _ in model.get_submodule(tower).named_children()]
+    with_blocks = blocks.removeprefix(f"{tower}.").partition(".")[0]
+    unused = [f"{blocks}.{number}." for number in range(used, count)]
+    unused += [f"{tower}.{name}." for name in children[children.index(with_blocks) + 1 :]]
+    return frozenset(name for name, _ in model.named_parameters() if name.startswith(tuple(unused)))
+
+
 def image_token(config: PreTrainedConfig) -> int | None:
     """Return the token whose embedding an image feature replaces; None if the configuration has no such field."""
     token = getattr(config, "image_token_id", None)

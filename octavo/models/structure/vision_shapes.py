@@ -2,7 +2,7 @@
 
 patches   rows of patches of whole images, and `image_grid_thw` (Qwen, GLM-4V, Ernie)
 whole     whole images, padded to the largest, and `image_sizes` (Pixtral)
-tiles     tiles of one size (InternVL, LLaVA-OneVision, SmolVLM, Gemma 3, NVILA)
+tiles     tiles of one size (InternVL, LLaVA, LLaVA-OneVision, SmolVLM, Gemma 3, NVILA)
 """
 
 from __future__ import annotations
@@ -173,8 +173,20 @@ def _anyres_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: in
 
 
 def _one_tile(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
-    tile, _ = _tile(config, patch)
-    return Vision("tiles", patch, channels, 1, tile, tile, 0, config.mm_tokens_per_image)
+    tile, cells = _tile(config, patch)
+    if (pooled := getattr(config, "mm_tokens_per_image", None)) is not None:
+        return Vision("tiles", patch, channels, 1, tile, tile, 0, pooled, most=1)
+    prefix = leading_tokens(config.vision_config)
+    dropped = 0 if config.vision_feature_select_strategy == "full" else 1
+    return Vision("tiles", patch, channels, 1, tile, tile, prefix, cells + prefix - dropped, most=1)
+
+
+def leading_tokens(vision: PreTrainedConfig) -> int:
+    """Return the number of tokens (a class token, registers) that a tower for images of one size prepends to its
+    patches."""
+    if vision.model_type.startswith("siglip"):
+        return 0
+    return 1 + (getattr(vision, "num_register_tokens", None) or 0)
 
 
 def _scaled_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:

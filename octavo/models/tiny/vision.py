@@ -15,6 +15,7 @@ from transformers import (
     Glm4vMoeConfig,
     Glm46VConfig,
     GlmOcrConfig,
+    LlavaConfig,
     LlavaOnevisionConfig,
     Mistral3Config,
     PreTrainedConfig,
@@ -102,6 +103,37 @@ def mistral3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
         image_token_index=ids["[IMG]"],
         spatial_merge_size=2,
         vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+
+
+_LLAVA_TURNS = role_template(system="TEXT ", user="USER: TEXT ", assistant="ASSISTANT: TEXT</s>", image="<image>\n")
+_LLAVA = SpecialTokens(
+    ("<unk>", "<s>", "</s>", "<image>", "<pad>"),
+    "{{ bos_token }}" + _LLAVA_TURNS + "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
+    eos="</s>",
+    pad="<pad>",
+    bos="<s>",
+    names={"image_token": "<image>"},
+)
+_LLAVA_FILES = processor_files(
+    "LlavaProcessor",
+    "CLIPImageProcessor",
+    {"size": {"shortest_edge": TILE}, "crop_size": _SQUARE},
+    patch_size=PATCH,
+    vision_feature_select_strategy="default",
+    num_additional_image_tokens=1,
+)
+
+
+@CHECKPOINTS.add(_LLAVA, _LLAVA_FILES)
+def llava(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """As in LLaVA-1.5: CLIP's features before its last layer, without the class token. That layer gets no gradient."""
+    return LlavaConfig(
+        text_config=decoder_fields(size, vocab, model_type="llama", head_dim=32),
+        vision_config={**_tower(size, model_type="clip_vision_model"), "num_hidden_layers": _depth(size) + 1},
+        image_token_index=ids["<image>"],
+        image_seq_length=(TILE // PATCH) ** 2,
         tie_word_embeddings=False,
     )
 

@@ -20,6 +20,7 @@ from octavo.adapters.experts import stock_name
 from octavo.config import Config
 from octavo.fp8.arithmetic import GROUP, CastSpec, layout
 from octavo.fp8.weights import Fp8Weight, Shards, codes_of_frozen, is_frozen
+from octavo.models.structure.structure import behind_features
 from octavo.train.forward import critic
 from octavo.train.forward.forward import model_dtype
 
@@ -40,7 +41,7 @@ class ParameterInfo:
     ``block`` is the name of its block, "" for the root. ``codes`` is the cast of a frozen FP8 weight, whose codes are
     stored in the layout of its GEMM, or transposed if ``transposed``. ``is_added`` marks parameters of an adapter
     or a critic, which the base model does not have. ``is_fp32`` marks frozen fp32 parameters of a 16-bit model, such as
-    the bias corrections of Ernie's routers.
+    the bias corrections of Ernie's routers. ``has_gradient``: False for trained parameters that no loss depends on.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ParameterInfo:
     transposed: bool = False
     is_added: bool = False
     is_fp32: bool = False
+    has_gradient: bool = True
 
     def rows(self, ranks: int) -> int:
         """Return the number of rows on rank 0."""
@@ -85,6 +87,7 @@ def list_parameters(model: nn.Module, family: models.Family) -> tuple[ParameterI
     block_names = {
         f"{name}.{inner}": name for name, block in family.layers(model) for inner, _ in block.named_parameters()
     }
+    behind = behind_features(model, family.tower)
     has_16_bit = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return tuple(
         ParameterInfo(
@@ -97,6 +100,7 @@ def list_parameters(model: nn.Module, family: models.Family) -> tuple[ParameterI
             is_frozen(p) and isinstance(p, Fp8Weight) and p.is_transposed,
             adapters.is_adapter_parameter(name) or critic.is_critic_parameter(name),
             has_16_bit and p.dtype == torch.float32 and not p.requires_grad,
+            name not in behind,
         )
         for name, p in model.named_parameters()
     )
@@ -144,13 +148,13 @@ def gradient_bytes(cfg: Config, parameters: Iterable[ParameterInfo], ranks: int 
     """Return the bytes of the gradients after backward; 0 if each gradient is applied and freed during backward."""
     if cfg.optimizer.update == "backward":
         return 0
-    return sum(p.width(cfg) * p.elements(ranks) for p in parameters if p.trained)
+    return sum(p.width(cfg) * p.elements(ranks) for p in parameters if p.trained and p.has_gradient)
 
 
 def moment_bytes(cfg: Config, parameters: Iterable[ParameterInfo], ranks: int = 1) -> int:
     """Return the bytes of both moments."""
     element, group = STATES[cfg.optimizer.states]
-    trained = [p.elements(ranks) for p in parameters if p.trained]
+    trained = [p.elements(ranks) for p in parameters if p.trained and p.has_gradient]
     return sum(_STEP + element * n + group * math.ceil(n / GROUP) for n in trained)
 
 
