@@ -51,7 +51,7 @@ LEVELS: dict[str, list[set[str]]] = {
         {"*"},
     ],
     "octavo.models": [
-        {"forward", "tiny"},
+        {"forward", "tiny", "compose"},
         {"weights", "processors"},
         {"structure"},
         {"custom"},

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: page -> phase of its file
 JOBS = {
     "sft": "sft", "lora": "sft", "preferences": "preference", "rl": "rl", "pretraining": "pretrain", "export": "sft",
+    "compose": "sft",
 }  # fmt: skip
 TITLED = re.compile(r'^```(\w+) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 DATA = ("digits", "text")  # commands that write data sets
@@ -63,7 +64,7 @@ def test_a_page_begins_with_a_complete_file(job: str, tmp_path: Path) -> None:
     assert max(map(len, config.read_text(encoding="utf-8").splitlines())) <= 80, "wraps on the site"
     assert load_config(config).train.phase == JOBS[job]
     assert ["train", config.name] in typed and typed[0][0] == "tiny"
-    written = {words[-1] for words in typed if words[0] in ("tiny", *DATA)}
+    written = {words[-1] for words in typed if words[0] in ("tiny", "compose", *DATA)}
     used = re.findall(r"path: ([\w-]+)", config.read_text(encoding="utf-8"))
     assert set(used) <= written | {Path(name).stem for name in files(page(job))}, "commands write what the file reads"
 
@@ -82,6 +83,7 @@ def data_sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("job", JOBS)
 def test_the_commands_of_a_page_run(job: str, data_sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     config, typed = write(job, tmp_path)
     for name in DATA:
         (tmp_path / name).symlink_to(data_sets / name)

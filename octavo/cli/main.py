@@ -66,6 +66,7 @@ COMMANDS: dict[str, str] = {
     "unseal": "restore weights or an adapter from sealed training, for the plain model",
     "bench": "benchmark kernels, layers and steps against high precision and other libraries",
     "doctor": "show what this machine can run, what it cannot, and how to fix it",
+    "compose": "compose a vision-language model from an image encoder, a new projector and a decoder",
     "tiny": "write a tiny checkpoint of a real architecture, with random weights",
     "digits": "write the built-in dataset of handwritten digits",
     "examples": "copy the example configurations into a folder",

@@ -1,0 +1,390 @@
+"""`octavo compose`: an image encoder, a fresh projector and a decoder become a folder that transformers alone loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    PreTrainedModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from octavo import models
+from octavo.cli.main import main
+from octavo.models.compose.compose import Parts, compose
+from octavo.models.compose.encoder import resize_positions
+from octavo.models.compose.template import add_images
+from octavo.models.errors import ModelError
+from tests.models.conftest import conversation, some_image
+from tests.requirements_real import require
+
+SIDE, PATCH = 16, 4
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "patch_size": PATCH,
+}
+SQUARE = {"height": SIDE, "width": SIDE}
+CROP = {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE}
+TOWERS: dict[str, tuple[type[PreTrainedModel], object, dict[str, object]]] = {
+    "clip": (
+        CLIPVisionModel,
+        CLIPVisionConfig(**SMALL, image_size=SIDE),
+        {**CROP, "image_processor_type": "CLIPImageProcessor"},
+    ),
+    "siglip": (
+        SiglipVisionModel,
+        SiglipVisionConfig(**SMALL, image_size=SIDE),
+        {"size": SQUARE, "image_processor_type": "SiglipImageProcessorFast"},
+    ),
+    # as published: positions for larger images than its processor makes
+    "dinov2": (
+        Dinov2Model,
+        Dinov2Config(**SMALL, image_size=24),
+        {**CROP, "image_processor_type": "BitImageProcessor"},
+    ),
+}
+LEADING = {"clip": 1, "siglip": 0, "dinov2": 1}
+DECODERS = ("llama", "qwen3", "qwen3_moe")  # untied, tied, experts
+
+
+def write_settings(folder: Path, settings: dict[str, object]) -> None:
+    content = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **settings}
+    (folder / "preprocessor_config.json").write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """kind -> folder of a small image encoder with random weights."""
+    home = tmp_path_factory.mktemp("towers")
+
+    def get(kind: str) -> Path:
+        folder = home / kind
+        if not folder.exists():
+            model, config, settings = TOWERS[kind]
+            torch.manual_seed(1)
+            model(config).save_pretrained(folder)
+            write_settings(folder, settings)
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def composed(tower, checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """(tower, decoder) -> folder of their model."""
+    home = tmp_path_factory.mktemp("composed")
+
+    def get(kind: str, decoder: str) -> Path:
+        folder = home / f"{kind}-{decoder}"
+        if not folder.exists():
+            compose(Parts(tower(kind), checkpoint(decoder), init_std=0.1), folder)
+        return folder
+
+    return get
+
+
+def encode(processor, image: Image.Image):
+    """A question about an image as tensors."""
+    parts = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    return processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoder"), [*((kind, "qwen3") for kind in TOWERS), ("clip", "llama"), ("siglip", "qwen3_moe")]
+)
+def test_stock_model_has_the_features_of_the_tower_and_the_text_of_the_decoder(
+    kind: str, decoder: str, tower, checkpoint, composed
+) -> None:
+    folder = composed(kind, decoder)
+    stock = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    alone, language = (
+        TOWERS[kind][0].from_pretrained(tower(kind)).eval(),
+        AutoModelForCausalLM.from_pretrained(checkpoint(decoder)).eval(),
+    )
+    processor = models.load_processor(folder)
+    inputs = encode(processor, some_image(1, (40, 30)).convert("RGB"))
+    assert (inputs["input_ids"] == stock.config.image_token_id).sum() == (SIDE // PATCH) ** 2
+    with torch.no_grad():
+        hidden = alone(inputs["pixel_values"], output_hidden_states=True).hidden_states[-2]
+        expected = stock.model.multi_modal_projector(hidden[:, LEADING[kind] :])
+        (features,) = stock.get_image_features(inputs["pixel_values"]).pooler_output
+        assert torch.equal(features, expected[0]) and features.std() > 0.01
+        ids = torch.tensor([[5, 6, 7, 8, 9]])
+        rows = language.config.vocab_size
+        assert torch.equal(stock(input_ids=ids).logits[..., :rows], language(input_ids=ids).logits)
+    # Octavo reads the same model, and describes its parts.
+    ours = models.load(folder).eval()
+    with torch.no_grad():
+        assert torch.equal(ours(**inputs).logits, stock(**inputs).logits)
+    assert set(models.describe(ours).components) == {"image_encoder", "image_projector", "foundation", "lm_head"}
+
+
+def test_stock_model_generates_the_tokens_of_octavo(composed) -> None:
+    folder = composed("siglip", "qwen3")
+    processor, image = models.load_processor(folder), some_image().convert("RGB")
+    inputs = encode(processor, image)
+    stock = AutoModelForImageTextToText.from_pretrained(folder)
+    tokens = stock.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    parts = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    answer = models.generate(models.load(folder), processor, [{"role": "user", "content": parts}], [image], 6)
+    assert answer == processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_text_is_rendered_and_encoded_as_before(decoder: str, checkpoint, composed) -> None:
+    before, after = (
+        AutoTokenizer.from_pretrained(checkpoint(decoder)),
+        AutoTokenizer.from_pretrained(composed("clip", decoder)),
+    )
+    for turns in (
+        conversation(False),
+        conversation(False)[:1],
+        [{"role": "system", "content": "Be brief."}, *conversation(False)],
+    ):
+        text = before.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        assert after.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == text
+        assert after(text)["input_ids"] == before(text)["input_ids"]
+
+
+def test_line_breaks_at_the_beginning_of_a_template_stay(checkpoint) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint("qwen3"))
+    turns = [{"role": "user", "content": "Hello"}]
+    for begins in ("\n\n", "  ", "{# a comment #}", "{% if true %}\nx{% endif %}"):
+        template = begins + "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        texts = [
+            tokenizer.apply_chat_template(turns, chat_template=t, tokenize=False)
+            for t in (template, add_images(template))
+        ]
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("decoder", "tied"), [("llama", False), ("qwen3", True)])
+def test_embeddings_grow_only_where_a_row_is_missing(
+    decoder: str, tied: bool, tower, checkpoint, tmp_path: Path
+) -> None:
+    """A mini checkpoint has rows to spare; without them a multiple of 64 is added, with the mean of all rows."""
+    spare = compose(Parts(tower("siglip"), checkpoint(decoder)), tmp_path / "spare")
+    full = Path(shutil.copytree(checkpoint(decoder), tmp_path / "decoder"))
+    tokenizer = AutoTokenizer.from_pretrained(full)
+    rows = AutoModelForCausalLM.from_pretrained(full).config.vocab_size
+    tokenizer.add_tokens([f"<word{n}>" for n in range(rows - len(tokenizer))])
+    tokenizer.save_pretrained(full)
+    grown = compose(Parts(tower("siglip"), full), tmp_path / "grown")
+    first, second = (AutoModelForImageTextToText.from_pretrained(done.directory) for done in (spare, grown))
+    assert first.config.text_config.vocab_size == rows and first.config.image_token_id < rows
+    assert second.config.text_config.vocab_size == rows + 64 and second.config.image_token_id == rows
+    before, after = first.get_input_embeddings().weight, second.get_input_embeddings().weight
+    assert torch.equal(before, after[:rows]) and torch.allclose(after[rows:], before.mean(0).expand(64, -1))
+    head = second.get_output_embeddings().weight
+    assert (head is after) == tied == (grown.parameters["lm_head"] == 0)
+    assert torch.allclose(head[rows:], head[:rows].mean(0).expand(64, -1)) and head.shape == after.shape
+
+
+def test_projector_depends_on_seed_and_deviation(tower, checkpoint, tmp_path: Path) -> None:
+    weights = []
+    for number, (seed, std) in enumerate([(0, None), (0, None), (1, None), (0, 0.5)]):
+        done = compose(Parts(tower("clip"), checkpoint("qwen3"), seed=seed, init_std=std), tmp_path / str(number))
+        model = models.load(done.directory)
+        assert not model.model.multi_modal_projector.linear_1.bias.any()
+        weights.append(model.model.multi_modal_projector.linear_1.weight)
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert float(weights[0].std()) == pytest.approx(0.06, rel=0.1) and float(weights[3].std()) == pytest.approx(
+        0.5, rel=0.1
+    )
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_another_image_size_interpolates_positions(kind: str, tower, checkpoint, tmp_path: Path) -> None:
+    done = compose(Parts(tower(kind), checkpoint("qwen3"), image_size=24), tmp_path / "model")
+    assert done.image_tokens == 36 and done.image_size == 24
+    stock = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").eval()
+    alone = TOWERS[kind][0].from_pretrained(tower(kind)).eval()
+    inputs = encode(models.load_processor(tmp_path / "model"), some_image(2, (40, 30)).convert("RGB"))
+    assert inputs["pixel_values"].shape[-2:] == (24, 24)
+    options = {} if kind == "dinov2" else {"interpolate_pos_encoding": True}
+    with torch.no_grad():
+        hidden = alone(inputs["pixel_values"], output_hidden_states=True, **options).hidden_states[-2]
+        expected = stock.model.multi_modal_projector(hidden[:, LEADING[kind] :])[0]
+        (features,) = stock.get_image_features(inputs["pixel_values"]).pooler_output
+    torch.testing.assert_close(features, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_positions_of_the_same_size_do_not_change() -> None:
+    positions = torch.randn(1 + 16, 8)
+    assert torch.equal(resize_positions(positions, 1, 4), positions)
+
+
+def test_tower_of_a_whole_clip(checkpoint, tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    whole = CLIPModel(CLIPConfig(text_config=text, vision_config={**SMALL, "image_size": SIDE}, projection_dim=16))
+    whole.save_pretrained(tmp_path / "clip")
+    write_settings(tmp_path / "clip", TOWERS["clip"][2])
+    compose(Parts(tmp_path / "clip", checkpoint("qwen3")), tmp_path / "model")
+    inner = models.load(tmp_path / "model").model.vision_tower
+    for name, value in whole.vision_model.state_dict().items():
+        assert torch.equal(inner.state_dict()[name], value), name
+
+
+def copy(folder: Path, target: Path, **changes: object) -> Path:
+    """Copy a folder, and change fields of its config.json; None removes one."""
+    shutil.copytree(folder, target)
+    config = {**json.loads((target / "config.json").read_text()), **changes}
+    (target / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return target
+
+
+def test_all_problems_are_reported_at_once_and_nothing_is_written(tower, checkpoint, tmp_path: Path) -> None:
+    bare = copy(checkpoint("qwen3"), tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").write_text("kept")
+    parts = Parts(tower("clip"), bare, projector="mlp2x_gelu", image_size=18, init_std=3.0, feature_layer=9)
+    with pytest.raises(ModelError) as error:
+        compose(parts, tmp_path / "out")
+    lines = str(error.value).splitlines()
+    assert [
+        line
+        for line in lines
+        if line.startswith((f"{tmp_path}/out is not empty", "--projector mlp2x_gelu: the projectors are mlp2"))
+    ] == lines[:2]
+    assert lines[2].startswith("--init-std 3.0: it must be above 0")
+    assert lines[3] == "an image of 18 pixels cannot be cut into patches of 4; the nearest sizes are 16 and 20"
+    assert lines[4].startswith("--feature-layer 9: ") and lines[4].endswith("has 3 layers; name one of -4 to 3")
+    assert lines[5].endswith("bare has no chat template; give one with --chat-template FILE") and len(lines) == 6
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "problem"),
+    [
+        ("clip", {"model_type": "siglip2"}, "'siglip2' cannot be composed: NaFlex images have any size"),
+        ("clip", {"model_type": "dinov3_vit"}, "'dinov3_vit' cannot be composed: it prepends registers"),
+        ("clip", {"model_type": "qwen3_vl"}, r"'qwen3_vl' cannot be composed: its tower takes patches .*\(grid_thw\)"),
+        (
+            "clip",
+            {"model_type": "clip_vision"},
+            "cannot be composed: the image encoders are clip, .* mean 'clip_vision_model'",
+        ),
+        ("clip", {"hidden_size": None}, "config.json: hidden_size is None; an image encoder needs a number above 0"),
+        (
+            "clip",
+            {"image_size": 32},
+            "preprocessor_config.json makes images of 16 pixels, but .*config.json takes 32; name",
+        ),
+        ("qwen3", {"max_position_embeddings": 16}, "its rows have at most 16 tokens, and an image has 16; use smaller"),
+        ("qwen3", {"model_type": "vit"}, "qwen3-part.*config.json: model_type 'vit' is no decoder of text"),
+        ("qwen3", {"vocab_size": 64}, "qwen3-part"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    part: str, changes: dict[str, object], problem: str, tower, checkpoint, tmp_path: Path
+) -> None:
+    changed = copy(tower(part) if part in TOWERS else checkpoint(part), tmp_path / f"{part}-part", **changes)
+    encoder, decoder = (changed, checkpoint("qwen3")) if part in TOWERS else (tower("clip"), changed)
+    with pytest.raises(ModelError, match=problem):
+        compose(Parts(encoder, decoder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}",
+            "no turn of the user",
+        ),
+        (
+            "{% for m in messages %}{{ m.content[-1].text if m.content is not string else m.content }}{% endfor %}",
+            "writes <image> 0 times",
+        ),
+        ("{{ raise_exception('no') }}", "template.jinja cannot be used: .*rejects every conversation"),
+    ],
+)
+def test_templates_without_user_or_image_are_refused(
+    template: str, problem: str, tower, checkpoint, tmp_path: Path
+) -> None:
+    (tmp_path / "template.jinja").write_text(template)
+    with pytest.raises(ModelError, match=problem):
+        compose(Parts(tower("clip"), checkpoint("qwen3"), chat_template=tmp_path / "template.jinja"), tmp_path / "out")
+
+
+def test_decoder_with_a_step_after_its_head_is_refused(tower, checkpoint, tmp_path: Path) -> None:
+    """Gemma 2 limits its logits, which LLaVA's model class does not."""
+    folder = copy(checkpoint("llama"), tmp_path / "gemma2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = Gemma2Config(
+        vocab_size=len(tokenizer) // 64 * 64 + 64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, final_logit_softcapping=0.1,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+    with pytest.raises(ModelError, match="Gemma2ForCausalLM cannot be composed: .* a text has other logits"):
+        compose(Parts(tower("clip"), folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_writes_the_folder_and_says_what_it_has(tower, checkpoint, tmp_path: Path, capsys) -> None:
+    words = ["compose", "--image-encoder", str(tower("siglip")), "--foundation", str(checkpoint("qwen3"))]
+    assert main([*words, "-o", str(tmp_path / "one")]) == 0
+    said = capsys.readouterr().out
+    assert "one: LLaVA's shape (model_type llava), because siglip_vision_model gives each image 16 features" in said
+    assert "images of 16 pixels" in said and "lm_head" in said and "tied" in said and "next: octavo generate" in said
+    assert main([*words, "-o", str(tmp_path / "two"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["image_tokens"] == 16 and found["parameters"]["image_projector"] == 2 * 65 * 64
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert weights[0] == weights[1]
+    bare = copy(tower("siglip"), tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    words[2] = str(bare)
+    assert main([*words, "-o", str(tmp_path / "three")]) == 1 and "no weights to load" in capsys.readouterr().err
+    assert main([*words, "-o", str(tmp_path / "three"), "--init", "image_encoder"]) == 0
+    assert "new, " in capsys.readouterr().out.partition("image_projector")[0]
+    assert main([*words, "-o", str(tmp_path / "four"), "--init", "foundation"]) == 1
+    assert "--init foundation: only image_encoder can" in capsys.readouterr().err
+    assert main([*words, "-o", str(tmp_path / "one")]) == 1
+    assert "one is not empty, and nothing is overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_real_decoder_keeps_its_text(tower, tmp_path: Path) -> None:
+    folder = require("real")
+    compose(Parts(tower("siglip"), folder), tmp_path / "vlm")
+    stock, before = (
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "vlm"),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
+    ids = AutoTokenizer.from_pretrained(folder)("The capital of France is", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logits = stock(input_ids=ids).logits
+        assert torch.equal(logits[..., : before.config.vocab_size], before(input_ids=ids).logits)
+    assert stock.config.text_config.vocab_size % 64 == 0 and stock.dtype == before.dtype == torch.bfloat16
