@@ -64,7 +64,7 @@ def test_a_page_begins_with_a_complete_file(job: str, tmp_path: Path) -> None:
     assert max(map(len, config.read_text(encoding="utf-8").splitlines())) <= 80, "wraps on the site"
     assert load_config(config).train.phase == JOBS[job]
     assert ["train", config.name] in typed and typed[0][0] == "tiny"
-    written = {words[-1] for words in typed if words[0] in ("tiny", "compose", *DATA)}
+    written = {words[-1] for words in typed if words[0] in ("tiny", *DATA)} | {"examples", "vlm"}
     used = re.findall(r"path: ([\w-]+)", config.read_text(encoding="utf-8"))
     assert set(used) <= written | {Path(name).stem for name in files(page(job))}, "commands write what the file reads"
 

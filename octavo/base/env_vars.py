@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 #: subject -> names of environment variables; the values of those that are set are recorded
@@ -38,6 +39,14 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     ),
     "files": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"),
 }  # fmt: skip
+
+
+def cache_home() -> Path:
+    """Return the folder of files that can be made again: `OCTAVO_CACHE`, else `octavo` in the user's folder of
+    caches."""
+    if folder := os.environ.get("OCTAVO_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
 
 
 def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -120,7 +120,21 @@ def resolve_files(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
         cfg = hub.resolve_names(cfg, note)
     except hub.HubError as error:
         return cfg, [str(error)]
+    if cfg.model.foundation is not None:
+        return _compose(cfg)
     return (cfg, []) if cfg.model.fp8_twin is None else _resolve_twin(cfg)
+
+
+def _compose(cfg: Config) -> tuple[Config, list[str]]:
+    with importing():
+        from octavo.models import ModelError
+        from octavo.models.compose.from_config import compose_model
+
+    try:
+        compose_model(cfg, note)
+    except (hub.HubError, ModelError) as error:
+        return cfg, [str(error)]
+    return cfg, []
 
 
 def _resolve_twin(cfg: Config) -> tuple[Config, list[str]]:
@@ -136,8 +150,9 @@ def _resolve_twin(cfg: Config) -> tuple[Config, list[str]]:
 def missing_files(cfg: Config, file: str | None, in_memory: Collection[str] = ()) -> list[str]:
     """Return a message for each path of a configuration that does not exist, except names on the hub, URLs, and rows
     `in_memory`, which the caller has (`python:NAME`). Does not import torch."""
-    model = cfg.model.path
-    absent = [] if Path(model).is_dir() or hub.is_name(model) else [("model.path", model, "folder")]
+    model, parts = cfg.model.path, (("image_encoder", cfg.model.image_encoder), ("foundation", cfg.model.foundation))
+    folders = [(f"model.{name}.path", part.path) for name, part in parts if part is not None] or [("model.path", model)]
+    absent = [(key, path, "folder") for key, path in folders if not Path(path).is_dir() and not hub.is_name(path)]
     named_files = [
         (f"data.{split}.{n}", entry) for split in ("train", "eval") for n, entry in enumerate(getattr(cfg.data, split))
     ]

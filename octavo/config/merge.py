@@ -218,6 +218,8 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
     is_path = (
         is_twin
         or path in (("model", "path"), ("fp8", "plan"), ("lora", "adapter"), ("data", "cache"))
+        or path in (("model", "image_encoder", "path"), ("model", "foundation", "path"))
+        or path == ("model", "foundation", "chat_template")
         or (len(path) == 4 and path[0] == "data" and path[1] in ("train", "eval") and path[3] in ("path", "images"))
     )
     if path[:2] == ("rl", "rewards") and len(path) in (3, 4) and path[3:] in ((), ("reward",)):

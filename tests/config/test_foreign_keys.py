@@ -118,7 +118,7 @@ def messages(text: str, overrides: tuple[str, ...] = ()) -> list[str]:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.vision_tower=off", "did you mean `fp8.image_encoder` (how it computes"),
+        ("model.vision_tower=off", "did you mean `image_encoder` (components have one name each)"),
         ("rl.loss=grpo", "did you mean `rl.algorithm` (it names the loss too)?"),
         ("data.template=qwen", "unknown key; the chat template comes from the model's folder"),
         ("fp8.recipe=fp8", "found 'fp8'; one of off, tensorwise"),

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from octavo.base.env_vars import cache_home
 from octavo.config import Dataset
 from octavo.data import BadSample, DataError, DocumentEncoder, Loader, Mixture, train_loader
 from octavo.data.loaders.rows_from_config import document_rows
-from octavo.data.storage import cache, remote
+from octavo.data.storage import remote
 from octavo.data.tasks import concat
 from octavo.data.tasks.concat import is_plain_text, join
 
@@ -196,7 +197,7 @@ def test_unwritable_cache_folder_is_named(folder, models, monkeypatch, cache_fol
     cache_folder.write_text("in the way")
     with pytest.raises(DataError, match=r"cannot keep rows.jsonl as tokens: .*Name a folder"):
         join(read(folder, *WORDS), DocumentEncoder(models("qwen3"), 8), "error", None)
-    assert cache.default_folder() == cache_folder
+    assert cache_home() == cache_folder
 
 
 def test_changed_documents_at_url_are_joined_again(folder, models):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from transformers import (
 
 from octavo import models
 from octavo.cli.main import main
+from octavo.config import load_config
 from octavo.models.compose.compose import Parts, compose
 from octavo.models.compose.encoder import resize_positions
 from octavo.models.compose.template import add_images
@@ -388,3 +390,67 @@ def test_real_decoder_keeps_its_text(tower, tmp_path: Path) -> None:
         logits = stock(input_ids=ids).logits
         assert torch.equal(logits[..., : before.config.vocab_size], before(input_ids=ids).logits)
     assert stock.config.text_config.vocab_size % 64 == 0 and stock.dtype == before.dtype == torch.bfloat16
+
+
+def parts_file(folder: Path, encoder: Path, decoder: Path, **model: object) -> Path:
+    """A configuration whose model is composed of parts."""
+    parts = {"image_encoder": {"path": str(encoder)}, "foundation": {"path": str(decoder)}, **model}
+    rows = [
+        {"image": "a.png", "conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "3"}]}
+    ]
+    some_image().save(folder / "a.png")
+    (folder / "rows.json").write_text(json.dumps(rows * 4))
+    train = {"steps": 2, "warmup": 0, "micro_batch": 2, "global_batch": 2, "seq_length": 128}
+    content = {
+        "model": parts,
+        "data": {"train": [{"path": "rows.json"}]},
+        "train": train,
+        "run": {"dir": str(folder / "run")},
+    }
+    (folder / "parts.yaml").write_text(json.dumps(content))
+    return folder / "parts.yaml"
+
+
+@pytest.mark.usefixtures("no_pages")
+def test_configuration_with_parts_composes_its_model_once(
+    tower, checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    encoder = Path(shutil.copytree(tower("siglip"), tmp_path / "siglip"))
+    file = parts_file(tmp_path, encoder, checkpoint("qwen3"), image_projector={"init_std": 0.1})
+    folder = Path(load_config(file).model.path)
+    assert folder.parent == tmp_path / "cache" / "composed" and not folder.exists()
+    assert main(["plan", str(file)]) == 0 and "LLaVA's shape" in capsys.readouterr().err
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert main(["train", str(file), "model.freeze=[image_encoder, foundation, lm_head]"]) == 0
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    first, trained = models.load(folder).state_dict(), models.load(tmp_path / "run" / "hf").state_dict()
+    changed = {name for name in first if not torch.equal(first[name], trained[name])}
+    assert changed and all("multi_modal_projector" in name for name in changed)
+    # Other files of a part are another model, and a folder that is named is used as it is.
+    (encoder / "preprocessor_config.json").write_text((encoder / "preprocessor_config.json").read_text() + " ")
+    assert load_config(file).model.path != str(folder)
+    assert load_config(file, [f"model.path={folder}"]).model.path == str(folder)
+    # The configuration that the run has written names the same folder.
+    assert load_config(tmp_path / "run" / "config.yaml").model.path == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ({"foundation": None}, "model.foundation: required, but absent: a composed model has"),
+        ({"image_encoder": {"path": "nowhere"}}, r"model.image_encoder.path: there is no folder .*nowhere"),
+        ({"image_projector": {"kind": "mlp3"}}, "model.image_projector.kind"),
+        ({"revision": "main"}, "model.revision: a composed model is on no hub; remove it"),
+        (
+            {"image_encoder": {"path": "rows.json", "imagesize": 3}},
+            "image_encoder.imagesize: unknown key; did you mean",
+        ),
+    ],
+)
+def test_wrong_parts_are_reported_with_their_key(
+    model: dict[str, object], problem: str, tower, checkpoint, tmp_path: Path, capsys
+) -> None:
+    file = parts_file(tmp_path, tower("clip"), checkpoint("qwen3"), **model)
+    assert main(["train", str(file)]) == 2
+    assert re.search(problem, capsys.readouterr().err)

@@ -52,6 +52,7 @@ def check(config: Sections) -> list[Finding]:
 
 def _model(config: Sections) -> Iterator[Finding]:
     yield from _init(config)
+    yield from _model_parts(config)
     if config.model.revision is not None and not is_name(config.model.path):
         yield finding("model.revision", _NOT_ON_HUB, "remove it, or name a model of the hub (org/name)", "model.path")
     for index, pattern in enumerate(config.model.freeze):
@@ -63,6 +64,22 @@ def _model(config: Sections) -> Iterator[Finding]:
             yield finding(key, reason, f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"')
         elif not set(pattern) & {".", "*"} and (close := component_of(pattern, FREEZABLE)):
             yield finding(key, f"unknown component {describe_value(pattern)}", f"did you mean {close}?")
+
+
+def _model_parts(config: Sections) -> Iterator[Finding]:
+    """A composed model needs both parts with weights, and nothing replaces them."""
+    model = config.model
+    parts = {"image_encoder": model.image_encoder, "foundation": model.foundation}
+    set_parts = [name for name, part in parts.items() if part is not None]
+    if not set_parts and model.image_projector is None:
+        return
+    for name in parts:
+        if name not in set_parts:
+            reason = "required, but absent: a composed model has an image encoder and a foundation"
+            yield finding(f"model.{name}", reason, f"add `{name}: {{path: FOLDER}}`", "model.image_projector")
+    for key, is_set in (("fp8_twin", model.fp8_twin), ("revision", model.revision)):
+        if is_set is not None:
+            yield finding(f"model.{key}", "a composed model is on no hub", "remove it", "model.foundation")
 
 
 def _init(config: Sections) -> Iterator[Finding]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from octavo.base.env_vars import cache_home
 from octavo.base.hub import is_name
 from octavo.base.recipe_specs import join_words, parse_kind
 from octavo.config.sections.names import COMPONENTS, FROM_LIST, FROZEN, FROZEN_INPUT, Frozen, Section, frozen_word
@@ -113,6 +117,61 @@ def _expand_word(value: Any) -> Any:
 _OR_KERNEL = BeforeValidator(_expand_word, json_schema_input_type=Kernel | AttentionSection)
 
 
+class ImageEncoderPart(Section):
+    """The image encoder of a composed model."""
+
+    path: FilePath = Field(
+        min_length=1, description="Folder of a CLIP, SigLIP or DINOv2, relative to the configuration file."
+    )
+    image_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 14,
+        description="Pixels of an image, in each direction. Absent: the image encoder's.",
+    )
+    feature_layer: int = Field(
+        default=-2, ge=-1000, le=1000, description="Hidden state that is the feature; -2: before the last layer."
+    )
+    init: Literal["checkpoint", "random"] = Field(
+        default="checkpoint", description="Weights of the folder, or random ones, for which it needs none."
+    )
+
+
+class ImageProjectorPart(Section):
+    """The projector of a composed model, whose weights are random."""
+
+    kind: Literal["mlp2"] = Field(default="mlp2", description="mlp2: two linear layers with GELU between them.")
+    init_std: float | None = Field(
+        default=None, gt=0, lt=1, description="Standard deviation. Absent: the decoder's initializer_range."
+    )
+    seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Seed of the random weights.")
+
+
+class FoundationPart(Section):
+    """The decoder of a composed model."""
+
+    path: FilePath = Field(min_length=1, description="Folder of a language model, relative to the configuration file.")
+    chat_template: FilePath | None = Field(
+        default=None, description="File with a template that takes images. Absent: the decoder's, with images."
+    )
+
+
+COMPOSED_PARTS = ("image_encoder", "image_projector", "foundation")
+"""Keys of the parts of a composed model."""
+
+
+def folder_of_parts(parts: Mapping[str, object]) -> str:
+    """Return the folder in the user's cache of a model that is composed of these parts. Its name depends on their
+    settings and on the files of their folders, so changed parts make another model."""
+    files = []
+    for part in parts.values():
+        folder = Path(str(part.get("path"))) if isinstance(part, Mapping) else Path()
+        names = [*folder.glob("*.json"), *folder.glob("*.safetensors")] if folder.name else []
+        files += [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in sorted(names)]
+    key = json.dumps([dict(parts), files], sort_keys=True, default=str)
+    return str(cache_home() / "composed" / hashlib.sha256(key.encode()).hexdigest()[:16])
+
+
 class ModelSection(Section):
     """The checkpoint to train."""
 
@@ -122,6 +181,15 @@ class ModelSection(Section):
         "configuration file; if it does not exist, a name on the hub, org/name. With load_in_fp8, the published FP8 "
         "checkpoint of that kind is used if the same owner has one (of another owner: fp8_twin).",
     )
+    image_encoder: ImageEncoderPart | None = Field(
+        default=None,
+        description="Image encoder of a model that is composed of parts before it is trained. model.path is then the "
+        "folder of the composed model (absent: a folder of the user's cache), and is written if it does not exist.",
+    )
+    image_projector: ImageProjectorPart | None = Field(
+        default=None, description="Projector of a composed model. Absent: with the default settings."
+    )
+    foundation: FoundationPart | None = Field(default=None, description="Decoder of a composed model.")
     revision: Text | None = Field(
         default=None,
         min_length=1,
@@ -170,3 +238,12 @@ class ModelSection(Section):
         description="For LoRA on a checkpoint that is in FP8: keep its codes as the frozen base; false: dequantize "
         "them. Without LoRA the weights are always dequantized, because they are trained.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_folder_of_parts(cls, value: object) -> object:
+        """Add the folder of a composed model to parts without `path`."""
+        if not isinstance(value, Mapping) or "path" in value:
+            return value
+        parts = {name: value[name] for name in COMPOSED_PARTS if value.get(name) is not None}
+        return {**value, "path": folder_of_parts(parts)} if parts else value

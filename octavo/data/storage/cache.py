@@ -27,6 +27,7 @@ from octavo.base import atomic_write, suffixes
 from octavo.base.byte_size import format_bytes
 from octavo.base.encryption import VaultError, check_folder, is_encrypted
 from octavo.base.encryption.anonymous_file import create_memory_file
+from octavo.base.env_vars import cache_home
 from octavo.base.hub import is_name
 from octavo.data import file_digests
 from octavo.data.errors import DataError
@@ -45,13 +46,6 @@ Write = Callable[[Path, Callable[[float], None]], None]
 
 def no_log(text: str) -> None:
     """Print nothing."""
-
-
-def default_folder() -> Path:
-    """`OCTAVO_CACHE`, else `octavo` in the user's folder of caches."""
-    if folder := os.environ.get("OCTAVO_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
 
 
 def cached_file(
@@ -112,7 +106,7 @@ def path_in_cache(
 ) -> Path:  # fmt: skip
     """Return the path of the cache file for a source, which may not exist yet. Raises `DataError` for an unreadable
     source."""
-    folder = default_folder() if folder is None else folder
+    folder = cache_home() if folder is None else folder
     content = str(source)
     if not _is_remote(source):
         files = list_row_files(Path(source))

@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from octavo.base import atomic_write
 from octavo.base.byte_size import format_bytes
+from octavo.base.env_vars import cache_home
 from octavo.base.safe_read import read_json
 from octavo.data import file_digests
 from octavo.data.errors import DataError
@@ -203,7 +204,7 @@ def open_fetched(url: str, folder: Path | None, log: cache.Log = cache.no_log, l
 
     The number of rows in each file comes from `index.json` or the parquet footers; else each file is downloaded to
     count them, and the counts are stored."""
-    folder = cache.default_folder() if folder is None else folder
+    folder = cache_home() if folder is None else folder
     files = remote.list_files(url)
     store = Store(folder / "fetched" / sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:20], limit or BYTES)
     counts = [shard.rows for shard in files if shard.rows is not None]

@@ -14,6 +14,7 @@ from typing import Any
 
 from octavo.base import suffixes
 from octavo.base.encryption import is_encrypted
+from octavo.base.env_vars import cache_home
 from octavo.base.safe_read import first_line
 from octavo.data import file_digests
 from octavo.data.errors import BadSample, DataError
@@ -21,7 +22,6 @@ from octavo.data.formats import columnar
 from octavo.data.formats.arrow_rows import Rows, decode_row
 from octavo.data.formats.columnar import find_large_rows
 from octavo.data.formats.streaming import Groups
-from octavo.data.storage import cache
 from octavo.data.storage.shards import Shards
 
 
@@ -96,7 +96,7 @@ def validate(file: Path, folder: Path | None) -> None:
 
     try:
         file_digests.check_once(
-            file, cache.default_folder() if folder is None else folder, lambda: columnar.check_file(file, damaged)
+            file, cache_home() if folder is None else folder, lambda: columnar.check_file(file, damaged)
         )
     except OSError as cause:
         raise damaged(cause) from cause

@@ -21,6 +21,7 @@ import pyarrow as pa
 from octavo.base import suffixes
 from octavo.base.byte_size import format_bytes
 from octavo.base.encryption import is_encrypted
+from octavo.base.env_vars import cache_home
 from octavo.base.safe_read import open_file, size_of
 from octavo.base.wording import count_noun
 from octavo.data import file_digests
@@ -185,7 +186,7 @@ def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, log:
     """Write the missing indexes, for many bytes in several processes, because the headers are parsed in Python. Raises
     as `_index` does."""
     plain = [file for file in files if not is_encrypted(file)]
-    file_digests.compute_digests(plain, cache.default_folder() if folder is None else folder, log)
+    file_digests.compute_digests(plain, cache_home() if folder is None else folder, log)
     missing = [file for file in plain if not cache.path_in_cache(folder, file, form="index").is_file()]
     if not missing:
         return

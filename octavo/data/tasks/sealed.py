@@ -20,12 +20,13 @@ import pyarrow as pa
 
 from octavo.base import safe_read
 from octavo.base.encryption import check_plain, is_encrypted
+from octavo.base.env_vars import cache_home
 from octavo.base.seal_note import NOTE, Note, read_note
 from octavo.data.encoding.sample import COUNTED, IGNORE, Input, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.formats.arrow_rows import MappedTable
 from octavo.data.formats.columnar import error_line
-from octavo.data.storage.cache import cached_file, default_folder
+from octavo.data.storage.cache import cached_file
 from octavo.data.tasks.pairs import Pair
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class SealedRows(MappedTable):
         )
 
     def _notes_in(self, file: Path) -> Path:
-        return default_folder()  # nothing is written into a folder of data
+        return cache_home()  # nothing is written into a folder of data
 
     def __len__(self) -> int:
         rows = len(self._table) // self.each

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.base.env_vars import cache_home
 from octavo.base.hub import is_name
 from octavo.config.sections.text_types import is_url, python_name
 from octavo.data.errors import BadSample, DataError, QuotingError, quote_value
@@ -20,7 +21,7 @@ from octavo.data.rows.conversations import ROLES, bad_sample_context, parse
 from octavo.data.rows.foreign import parse_turn_lists
 from octavo.data.rows.media import is_null_file
 from octavo.data.rows.missing_values import clean_cells
-from octavo.data.storage.cache import Log, default_folder, no_log
+from octavo.data.storage.cache import Log, no_log
 from octavo.data.storage.fetched import open_fetched
 from octavo.data.storage.hub_datasets import open_hub_dataset, stream_hub_dataset
 from octavo.data.storage.open_rows import open_rows
@@ -182,7 +183,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
         images = Path(dataset.images)
     elif is_name(dataset.path) or is_url(dataset.path):
         images = (
-            default_folder() if cache is None else cache
+            cache_home() if cache is None else cache
         )  # file names mean nothing: images of remote data sets are in the rows
         try:
             images.mkdir(parents=True, exist_ok=True)

@@ -35,6 +35,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.base import accelerator, atomic_write
+from octavo.base.env_vars import cache_home
 from octavo.fp8.kernels.capture import is_capturing
 from octavo.fp8.kernels.registry import BackendError
 
@@ -122,9 +123,7 @@ def _digest() -> str:
 
 def record_file() -> Path:
     """Return the path of the file that records which checks passed."""
-    if folder := os.environ.get("OCTAVO_CACHE"):
-        return Path(folder) / FILE
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / FILE
+    return cache_home() / FILE
 
 
 def load_passed(machine: Machine) -> set[str]:

@@ -20,6 +20,7 @@ from octavo.base import hub
 from octavo.base.safe_read import replace_nonfinite
 from octavo.base.wording import count_noun
 from octavo.config import Config
+from octavo.models.compose.from_config import compose_model
 from octavo.models.structure.fp8_twin import resolve_twin
 from octavo.train.callbacks import trackers
 from octavo.train.callbacks.adaptive_precision import AdaptPrecision, ApplyPrecisionSchedule
@@ -99,6 +100,8 @@ def run(
     # Only rank 0 prints. Ranks are known only after parallel.setup, so the launcher's variable decides.
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
     cfg = hub.resolve_names(cfg, display.log)
+    if cfg.model.foundation is not None:
+        compose_model(cfg, display.log)
     if cfg.model.fp8_twin is not None:
         cfg = resolve_twin(cfg, display.log)
     cfg = resolve_video(resolve_recipe(cfg))

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.base.env_vars import cache_home
 from octavo.checkpoint import compat
 from octavo.config import Config
 from octavo.config.sections.text_types import is_url, python_name
 from octavo.data.file_digests import Content, compute_digests, digest_file
-from octavo.data.storage.cache import Log, default_folder, list_row_files, no_log
+from octavo.data.storage.cache import Log, list_row_files, no_log
 from octavo.data.storage.python_rows import digest_of
 from octavo.data.storage.remote import fingerprint, local_files
 from octavo.models.folder.folder import COMPANIONS, parts_of
@@ -41,7 +42,7 @@ def fingerprints(cfg: Config, log: Log = no_log, with_urls: bool = True) -> dict
     Rows of a program (`python:NAME`) have the same keys, computed over the rows and the images in them.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
-    folder = default_folder() if cfg.data.cache is None else Path(cfg.data.cache)
+    folder = cache_home() if cfg.data.cache is None else Path(cfg.data.cache)
     local_paths = [path for path in paths if Path(path).is_file() or Path(path).is_dir()]
     of_data = {path: _data_fingerprint(Path(path), folder, log) for path in local_paths}
     for url in filter(is_url, paths) if with_urls else ():
