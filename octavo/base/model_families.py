@@ -139,6 +139,7 @@ RECORDS: dict[str, FamilyRecord] = _table(
             "patches",
             unsourced="the 4B's `rope_theta` and the chat template (both are read from the folder)",
         ),
+        FamilyRecord("octavo_vlm", "ComposedImageTextProcessor", "patches"),
         FamilyRecord("glm4v", "Glm4vImageTextProcessor", "paired_patches"),
         FamilyRecord("glm46v", "Glm4vImageTextProcessor", "paired_patches"),
         FamilyRecord("glm4v_moe", "Glm4vImageTextProcessor", "paired_patches"),

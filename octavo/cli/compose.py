@@ -3,8 +3,9 @@
 octavo compose --image-encoder ./siglip --foundation ./SmolLM2-135M-Instruct -o ./vlm
 octavo compose --image-encoder ./clip --foundation ./Qwen3-8B --image-size 448 -o ./vlm    positions are interpolated
 
-Image encoders are CLIP, SigLIP and DINOv2, for images of one size; decoders are transformers' language models. The
-folder has the shape of LLaVA, which transformers loads without Octavo.
+Image encoders are CLIP, SigLIP and DINOv2, for images of one size, and the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL,
+for images of any size; decoders are transformers' language models. With the former the folder has the shape of LLaVA,
+which transformers loads without Octavo.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, done: Composed) -> None:
     print(f"wrote {done.directory}: {done.why}")
+    size = "any size" if done.image_size is None else f"{done.image_size} pixels"
     sources = {
-        "image_encoder": f"{'new, ' if args.init else ''}{args.image_encoder}, images of {done.image_size} pixels",
+        "image_encoder": f"{'new, ' if args.init else ''}{args.image_encoder}, images of {size}",
         "image_projector": f"new, {args.projector}",
         "foundation": str(args.foundation),
         "lm_head": str(args.foundation),

@@ -32,8 +32,8 @@ from octavo import models
 from octavo.cli.main import main
 from octavo.config import load_config
 from octavo.models.compose.compose import Parts, compose
-from octavo.models.compose.encoder import resize_positions
 from octavo.models.compose.template import add_images
+from octavo.models.compose.tile import resize_positions
 from octavo.models.errors import ModelError
 from tests.models.conftest import conversation, some_image
 from tests.requirements_real import require
@@ -235,6 +235,85 @@ def test_another_image_size_interpolates_positions(kind: str, tower, checkpoint,
     torch.testing.assert_close(features, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("alone", [False, True], ids=["whole model", "tower alone"])
+def test_tower_for_images_of_any_size_keeps_its_features(family: str, alone: bool, checkpoint, tmp_path: Path) -> None:
+    """The merger is new, so the composed model's tower is compared before it, and its features by that merger."""
+    whole = models.load(checkpoint(family)).eval()
+    folder = checkpoint(family)
+    if alone:
+        folder = tmp_path / "tower"
+        whole.model.visual.save_pretrained(folder)
+        shutil.copy(checkpoint(family) / "preprocessor_config.json", folder)
+    done = compose(Parts(folder, checkpoint("llama"), init_std=0.1), tmp_path / "model")
+    assert done.why.startswith("Octavo's shape (model_type octavo_vlm), because ") and done.image_tokens is None
+    composed = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").eval()
+    processor = models.load_processor(tmp_path / "model")
+    inputs = encode(processor, some_image(1, (40, 32)).convert("RGB"))
+    tokens = int(inputs["image_grid_thw"].prod()) // 4
+    assert (inputs["input_ids"] == composed.config.image_token_id).sum() == tokens > 4
+    visual, grid = composed.model.visual, inputs["image_grid_thw"]
+    with torch.no_grad():
+        before = whole.model.visual(inputs["pixel_values"], grid_thw=grid).last_hidden_state
+        output = visual(inputs["pixel_values"], grid_thw=grid)
+        assert torch.equal(output.last_hidden_state, before)
+        (features,) = composed.get_image_features(inputs["pixel_values"], grid).pooler_output
+        assert torch.equal(features, output.pooler_output) and features.shape == (tokens, 64) and features.std() > 0.01
+        assert (
+            not visual.merger.state_dict().keys() & {"linear_fc1.weight"}
+            or visual.merger.linear_fc1.weight.std() > 0.05
+        )
+        assert composed(**inputs).logits.isfinite().all()
+    language = AutoModelForCausalLM.from_pretrained(checkpoint("llama")).eval()
+    with torch.no_grad():
+        ids = torch.tensor([[5, 6, 7, 8, 9]])
+        assert torch.equal(composed(input_ids=ids).logits, language(input_ids=ids).logits)
+    assert done.parameters["image_projector"] == sum(p.numel() for p in visual.merger.parameters())
+
+
+def test_packs_of_a_composed_model_and_its_answers_are_those_of_rows(checkpoint, tmp_path: Path) -> None:
+    compose(Parts(checkpoint("qwen2_5_vl"), checkpoint("qwen3")), tmp_path / "model")
+    model, processor = models.load(tmp_path / "model"), models.load_processor(tmp_path / "model")
+    assert models.why_not_packed(model) is None
+    image = some_image(0, (24, 16)).convert("RGB")
+    inputs = encode(processor, image)
+    stock = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    tokens = stock.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    parts = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    answer = models.generate(model, processor, [{"role": "user", "content": parts}], [image], 5)
+    assert answer == processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "size", "problem"),
+    [
+        ({}, {"patch_size": 8}, None, "preprocessor_config.json has patch_size 8, but config.json requires 4"),
+        ({}, {}, 32, "--image-size: qwen2_5_vl_vision takes images of any size; limit them with data.max_pixels"),
+        ({"vision_config": {"depth": "two"}}, {}, None, "config.json cannot be used"),
+    ],
+)
+def test_grid_towers_that_do_not_fit_are_refused(
+    change: dict[str, object], settings: dict[str, object], size: int | None, problem: str, checkpoint, tmp_path: Path
+) -> None:
+    folder = copy(checkpoint("qwen2_5_vl"), tmp_path / "part", **change)
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    with pytest.raises(ModelError, match=problem):
+        compose(Parts(folder, checkpoint("qwen3"), image_size=size), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_a_grid_tower_are_checked(checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("qwen2_5_vl"), tmp_path / "part")
+    other = models.load(folder)
+    other.model.visual.blocks[1].mlp.gate_proj.weight = torch.nn.Parameter(torch.zeros(4, 4))
+    other.save_pretrained(folder)
+    with pytest.raises(
+        ModelError, match="blocks.1.mlp.gate_proj.weight of the image encoder is missing or has another"
+    ):
+        compose(Parts(folder, checkpoint("qwen3")), tmp_path / "out")
+
+
 def test_positions_of_the_same_size_do_not_change() -> None:
     positions = torch.randn(1 + 16, 8)
     assert torch.equal(resize_positions(positions, 1, 4), positions)
@@ -291,7 +370,6 @@ def test_all_problems_are_reported_at_once_and_nothing_is_written(tower, checkpo
     [
         ("clip", {"model_type": "siglip2"}, "'siglip2' cannot be composed: NaFlex images have any size"),
         ("clip", {"model_type": "dinov3_vit"}, "'dinov3_vit' cannot be composed: it prepends registers"),
-        ("clip", {"model_type": "qwen3_vl"}, r"'qwen3_vl' cannot be composed: its tower takes patches .*\(grid_thw\)"),
         (
             "clip",
             {"model_type": "clip_vision"},

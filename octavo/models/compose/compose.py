@@ -1,7 +1,8 @@
 """Writes a model of images and text from an image encoder, a fresh projector and a decoder, as a Hugging Face folder.
 
-The folder has the shape of LLaVA (`model_type: llava`), which transformers loads without Octavo: the image encoder's
-features of an image pass a projector of two linear layers and replace the embeddings of as many image tokens.
+An image encoder for images of one size gives the shape of LLaVA (`model_type: llava`), which transformers loads without
+Octavo. One for images of any size gives a shape of Octavo's own (`octavo_vlm`). In both, features of an image pass
+a projector of two linear layers and replace the embeddings of as many image tokens.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+from transformers import PreTrainedModel
 
 from octavo.base import atomic_write, target_folder
 from octavo.base.wording import did_you_mean
-from octavo.models.compose.encoder import FEATURE_LAYER, ImageEncoder, read_encoder
-from octavo.models.compose.foundation import Foundation, read_foundation
-from octavo.models.compose.template import IMAGE_TOKEN
+from octavo.models.compose.encoder import read_encoder
+from octavo.models.compose.foundation import read_foundation
+from octavo.models.compose.tile import FEATURE_LAYER
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import silence_transformers
 from octavo.models.processors.processors import load_processor
+from octavo.models.structure.describe import describe
 
 PROJECTORS = ("mlp2",)
 """Kinds of projectors: `mlp2` has two linear layers with GELU between them, as LLaVA-1.5."""
@@ -34,7 +36,7 @@ _TRIAL_TOKENS = 8
 class Parts:
     """What a model is composed of.
 
-    image_encoder  folder of CLIP, SigLIP or DINOv2
+    image_encoder  folder of CLIP, SigLIP, DINOv2 or a Qwen-VL
     foundation     folder of a decoder
     projector      one of :data:`PROJECTORS`
     image_size     pixels of an image, in each direction (default: the image encoder's)
@@ -58,12 +60,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Composed:
-    """A written model: its folder, parameters by component, and tokens of an image."""
+    """A written model: its folder, parameters by component, tokens and size of an image if they are fixed, and why it
+    has its shape."""
 
     directory: Path
     parameters: Mapping[str, int]
-    image_tokens: int
-    image_size: int
+    image_tokens: int | None
+    image_size: int | None
     why: str
 
 
@@ -92,104 +95,82 @@ def compose(parts: Parts, target: Path, log: Callable[[str], None] = lambda text
     dtype = foundation.dtype()
     log(f"reading {foundation.folder}")
     decoder = foundation.load(dtype, log)
-    if parts.init:
-        tower = encoder.draw(dtype, parts.seed)
-    else:
-        log(f"reading {encoder.folder}")
-        tower = encoder.load(dtype)
-    std = decoder.config.initializer_range if parts.init_std is None else parts.init_std
-    model = _assemble(_make_config(encoder, foundation), tower, decoder, std, parts.seed)
+    model = _place_decoder(encoder.build(foundation.config, foundation.image_token_id), decoder)
+    log(f"reading {encoder.folder}")
+    encoder.place(model, dtype, parts.seed if parts.init else None)
+    std = foundation.config.initializer_range if parts.init_std is None else parts.init_std
+    _draw(encoder.projector(model), dtype, std, parts.seed)
+    _check_answers(model, decoder)
     with atomic_write.new_folder(target, ModelError, replace=False) as folder:
         log(f"writing {target}")
         with silence_transformers():
             model.save_pretrained(folder)
             foundation.tokenizer.save_pretrained(folder)
-        _write_processor(folder, encoder, model.config)
+        _write_processor(folder, encoder.processor_files())
         load_processor(folder)  # raises if the files contradict each other
         atomic_write.sync_tree(folder)
-    inner = model.model
-    counts = {
-        "image_encoder": _count(inner.vision_tower),
-        "image_projector": _count(inner.multi_modal_projector),
-        "foundation": _count(inner.language_model),
-        "lm_head": 0 if model.config.tie_word_embeddings else _count(model.lm_head),
-    }
-    kind = encoder.config.model_type
-    why = f"LLaVA's shape (model_type llava), because {kind} gives each image {encoder.tokens} features"
-    return Composed(target, counts, encoder.tokens, encoder.config.image_size, why)
+    size = encoder.config.image_size if encoder.tokens is not None else None
+    return Composed(target, _count(model), encoder.tokens, size, encoder.why)
 
 
-def _make_config(encoder: ImageEncoder, foundation: Foundation) -> LlavaConfig:
-    text = foundation.config
-    return LlavaConfig(
-        vision_config=encoder.config,
-        text_config=text,
-        image_token_index=foundation.image_token_id,
-        image_seq_length=encoder.tokens,
-        vision_feature_layer=encoder.feature_layer,
-        vision_feature_select_strategy=encoder.select_strategy,
-        tie_word_embeddings=text.tie_word_embeddings,
-    )
-
-
-def _assemble(
-    config: LlavaConfig, tower: PreTrainedModel, decoder: PreTrainedModel, std: float, seed: int
-) -> LlavaForConditionalGeneration:
-    """Return the model with the weights of tower and decoder, which it shares. Raises ModelError for a decoder that
-    answers differently in it."""
-    with torch.device("meta"):
-        model = LlavaForConditionalGeneration(config)
-    inner, body = model.model, decoder.get_decoder()
+def _place_decoder(model: PreTrainedModel, decoder: PreTrainedModel) -> PreTrainedModel:
+    """Give the model its decoder and head, which it shares. Raises ModelError for a decoder that transformers would
+    build from another class."""
+    inner, body = cast(nn.Module, model.model), decoder.get_decoder()
     if type(body) is not type(inner.language_model):
         raise ModelError(
             f"{type(decoder).__name__} cannot be composed: its decoder is {type(body).__name__}, and transformers "
             f"builds {type(inner.language_model).__name__} from the same configuration"
         )
-    inner.vision_tower, inner.language_model, model.lm_head = tower, body, decoder.get_output_embeddings()
-    projector = inner.multi_modal_projector.to_empty(device="cpu").to(decoder.dtype)
-    generator = torch.Generator("cpu").manual_seed(seed)
-    with torch.no_grad():
-        for parameter in projector.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator) * (std if parameter.dim() > 1 else 0)
-            parameter.copy_(drawn)
+    inner.language_model, model.lm_head = body, decoder.get_output_embeddings()
     model.config.dtype = decoder.dtype
     model.generation_config = decoder.generation_config
-    model.eval()
-    _check_answers(model, decoder)
     return model
 
 
-def _check_answers(model: LlavaForConditionalGeneration, decoder: PreTrainedModel) -> None:
+def _draw(projector: nn.Module, dtype: torch.dtype, std: float, seed: int) -> None:
+    """Give a projector new weights: normal ones, biases of zero, and norms that scale by one."""
+    projector.to_empty(device="cpu").to(dtype)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in projector.named_parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            else:
+                parameter.fill_(0 if name.endswith("bias") else 1)
+
+
+def _check_answers(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ModelError unless a text has the decoder's logits: some decoders scale or limit them after the head, which
-    LLaVA's class does not do."""
+    the composed model does not do."""
+    model.eval()
     ids = torch.arange(1, 1 + _TRIAL_TOKENS)[None]
     with torch.no_grad():
         expected, composed = decoder.eval()(input_ids=ids).logits, model(input_ids=ids).logits
     if not torch.equal(expected, composed):
         raise ModelError(
-            f"{type(decoder).__name__} cannot be composed: in LLaVA's model class a text has other logits (by up to "
-            f"{float((expected - composed).abs().max()):.3g}), so the class leaves out a step of this decoder"
+            f"{type(decoder).__name__} cannot be composed: in {type(model).__name__} a text has other logits (by up to "
+            f"{float((expected - composed).abs().max()):.3g}), so that class leaves out a step of this decoder"
         )
 
 
-def _write_processor(folder: Path, encoder: ImageEncoder, config: LlavaConfig) -> None:
+def _write_processor(folder: Path, files: Mapping[str, Mapping[str, object]]) -> None:
     """Write the files of the processor, and name its class in the tokenizer's."""
-    entries: dict[str, object] = {
-        "processor_class": "LlavaProcessor",
-        "image_token": IMAGE_TOKEN,
-        "patch_size": encoder.config.patch_size,
-        "vision_feature_select_strategy": config.vision_feature_select_strategy,
-        "num_additional_image_tokens": encoder.leading,
-    }
-    _write_json(folder / "preprocessor_config.json", encoder.processor)
-    _write_json(folder / "processor_config.json", entries)
+    for name, content in files.items():
+        _write_json(folder / name, content)
     file = folder / "tokenizer_config.json"
-    _write_json(file, {**json.loads(file.read_text(encoding="utf-8")), "processor_class": "LlavaProcessor"})
+    named = {"processor_class": files["processor_config.json"]["processor_class"]}
+    _write_json(file, {**json.loads(file.read_text(encoding="utf-8")), **named})
 
 
 def _write_json(file: Path, content: Mapping[str, object]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _count(module: object) -> int:
-    return sum(parameter.numel() for parameter in cast(nn.Module, module).parameters())
+def _count(model: PreTrainedModel) -> dict[str, int]:
+    """Return the number of parameters of each component; 0 for a head that is tied to the embeddings."""
+    family = describe(model)
+    counts = dict.fromkeys(("image_encoder", "image_projector", "foundation", "lm_head"), 0)
+    for name, parameter in model.named_parameters():
+        counts[family.component_of(name.rpartition(".")[0]) or "foundation"] += parameter.numel()
+    return counts

@@ -6,7 +6,7 @@ template follows unchanged, so a conversation without images is rendered as befo
 
 from __future__ import annotations
 
-IMAGE_TOKEN = "<image>"
+from octavo.models.custom.composed import IMAGE_TOKEN
 
 _JOIN_PARTS = """\
 {%- set joined = namespace(messages=[], text='') -%}

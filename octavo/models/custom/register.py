@@ -27,7 +27,7 @@ from transformers import (
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from octavo.models.custom import mpt, nvila, onevision
+from octavo.models.custom import composed, mpt, nvila, onevision
 
 
 class CustomFamily(NamedTuple):
@@ -48,6 +48,12 @@ FAMILIES = {
             onevision.LLaVAOneVision1_5_Model,
             onevision.LLaVAOneVision1_5_ForConditionalGeneration,
             onevision.renamings,
+        ),
+        CustomFamily(
+            composed.OctavoVlmConfig,
+            composed.OctavoVlmModel,
+            composed.OctavoVlmForConditionalGeneration,
+            composed.renamings,
         ),
         CustomFamily(nvila.NvilaConfig, nvila.NvilaModel, nvila.NVILAForConditionalGeneration, nvila.renamings),
         CustomFamily(
@@ -81,7 +87,8 @@ def _register(family: CustomFamily) -> None:
     AutoConfig.register(kind, family.config)
     AutoModel.register(family.config, family.model)
     AutoModelForImageTextToText.register(family.config, family.generator)
-    register_checkpoint_conversion_mapping(kind, family.renamings())
+    if rules := family.renamings():
+        register_checkpoint_conversion_mapping(kind, rules)
 
 
 for _family in FAMILIES.values():

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import numpy as np
-from transformers import BatchFeature, PreTrainedConfig, ProcessorMixin
+from transformers import BatchFeature, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.ernie4_5_vl_moe.processing_ernie4_5_vl_moe import Ernie4_5_VLMoeProcessor
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -31,6 +31,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 from transformers.utils import is_torchvision_available
 
+from octavo.models.custom.composed import IMAGE_TOKEN
 from octavo.models.custom.nvila.processor import NvilaProcessor
 from octavo.models.folder.chat import WithDeadline
 from octavo.models.folder.processor_base import ProcessorTraits, TraitsWithoutVideo
@@ -132,6 +133,18 @@ class Qwen2VLImageTextProcessor(_WithoutVideo, Qwen2VLProcessor):
     """Qwen2VLProcessor for images and text."""
 
     image_class = Qwen2VLImages
+
+
+class ComposedImageTextProcessor(_WithoutVideo, Qwen2VLProcessor):
+    """Qwen2VLProcessor for images and text, whose token of images is composed models' `<image>`."""
+
+    image_class = Qwen2VLImages
+
+    def __init__(
+        self, image_processor: object, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, **_: object
+    ):
+        super().__init__(image_processor, tokenizer, chat_template)
+        self.image_token, self.image_token_id = IMAGE_TOKEN, tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
 
 
 class Qwen25VLImageTextProcessor(_VideoTraits, _WithoutVideo, Qwen2_5_VLProcessor):
@@ -412,6 +425,7 @@ PROCESSORS: Mapping[str, type[ProcessorMixin]] = {
     for processor in (
         Qwen3VLImageTextProcessor,
         Qwen2VLImageTextProcessor,
+        ComposedImageTextProcessor,
         Qwen25VLImageTextProcessor,
         InternVLImageTextProcessor,
         OneVision15ImageTextProcessor,

@@ -25,6 +25,7 @@ from transformers import (
     SmolVLMConfig,
 )
 
+from octavo.models.custom.composed import OctavoVlmConfig
 from octavo.models.custom.nvila import NvilaConfig, NvilaLiteConfig
 from octavo.models.custom.nvila.templates import TEMPLATES
 from octavo.models.tiny import special_tokens
@@ -303,6 +304,18 @@ def qwen2_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     tower = qwen_vision_fields(decoder["hidden_size"], depth=_depth(size), embed_dim=64, mlp_ratio=2)
     tower["hidden_size"] = tower.pop("out_hidden_size")
     return Qwen2VLConfig(text_config=decoder, vision_config=tower, tie_word_embeddings=True, **vision_ids(ids))
+
+
+_COMPOSED_FILES = processor_files("Qwen2VLProcessor", "Qwen2VLImageProcessor", PAIRS)
+
+
+@CHECKPOINTS.add(_LLAVA, _COMPOSED_FILES)
+def octavo_vlm(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """Qwen2.5-VL's tower and a Llama, as LoongForge composes them."""
+    decoder = decoder_fields(size, vocab, model_type="llama", head_dim=32)
+    tower = qwen_vision_fields(decoder["hidden_size"], depth=_depth(size), intermediate_size=96)
+    tower |= {"model_type": "qwen2_5_vl_vision", "window_size": 16, "fullatt_block_indexes": [1]}
+    return OctavoVlmConfig(text_config=decoder, vision_config=tower, image_token_id=ids["<image>"])
 
 
 def _qwen3_5_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, Any]:

@@ -1,0 +1,303 @@
+"""An image encoder for images of one size, of a composed model: what its folder has, and which of its features the
+projector receives.
+
+    CLIP      class token and patches; the class token is dropped
+    SigLIP    patches (also SigLIP 2 of a fixed size)
+    DINOv2    class token and patches; the class token is dropped; positions are interpolated to the size of its images
+
+Features are the tower's hidden states after the layer before the last (LLaVA's choice), without the tower's last norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from octavo.base.wording import did_you_mean
+from octavo.models.compose import grid
+from octavo.models.custom.composed import IMAGE_TOKEN, TOWERS
+from octavo.models.errors import ModelError
+from octavo.models.folder.folder import check_sizes, check_weight_files, read_json, silence_transformers, wrap_errors
+from octavo.models.processors.image import settings_file
+from octavo.models.structure.vision_shapes import leading_tokens
+from octavo.models.weights.assembly import check_loading_report
+
+FEATURE_LAYER = -2
+"""The hidden state that is the feature: -2 is the output of the layer before the last."""
+
+
+@dataclass(frozen=True)
+class _Tower:
+    """How one kind of tower is built and read. `whole`: the `model_type` of a model of which it is a part."""
+
+    config: type[PreTrainedConfig]
+    model: type[PreTrainedModel]
+    positions: str
+    whole: str = ""
+
+
+_TOWERS: Mapping[str, _Tower] = {
+    "clip_vision_model": _Tower(CLIPVisionConfig, CLIPVisionModel, "embeddings.position_embedding.weight", "clip"),
+    "siglip_vision_model": _Tower(
+        SiglipVisionConfig, SiglipVisionModel, "embeddings.position_embedding.weight", "siglip"
+    ),
+    "dinov2": _Tower(Dinov2Config, Dinov2Model, "embeddings.position_embeddings"),
+}
+"""`model_type` of a tower -> how it is built."""
+
+_UNSUPPORTED = {
+    **dict.fromkeys(
+        ("siglip2", "siglip2_vision_model"),
+        "NaFlex images have any size, and the projector receives features of one size; use a SigLIP 2 of a fixed size",
+    ),
+    **dict.fromkeys(
+        ("dinov2_with_registers", "dinov3_vit"),
+        "it prepends registers to the patches, which LLaVA's model class would take for patches",
+    ),
+}
+"""`model_type` -> why it cannot be composed, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class TileEncoder:
+    """An image encoder, read without its weights; the composed model has the shape of LLaVA.
+
+    folder         of its weights
+    config         with the image size of the composed model
+    stored_size    pixels of an image, in each direction, for which the folder has positions
+    processor      the contents of preprocessor_config.json for the composed model
+    feature_layer  the hidden state that is the feature
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    stored_size: int
+    processor: Mapping[str, object]
+    feature_layer: int
+
+    @property
+    def kind(self) -> _Tower:
+        return _TOWERS[self.config.model_type]
+
+    @property
+    def leading(self) -> int:
+        """Tokens before the patches."""
+        return leading_tokens(self.config)
+
+    @property
+    def select_strategy(self) -> Literal["default", "full"]:
+        """LLaVA's word for dropping one leading token ("default") or none."""
+        return "default" if self.leading else "full"
+
+    @property
+    def tokens(self) -> int:
+        """Features of an image."""
+        return cast(int, (self.config.image_size // self.config.patch_size) ** 2)
+
+    @property
+    def why(self) -> str:
+        """Why the composed model has its shape, as the end of a sentence."""
+        features = f"{self.config.model_type} gives each image {self.tokens} features"
+        return f"LLaVA's shape (model_type llava), because {features}"
+
+    def build(self, text: PreTrainedConfig, image_token_id: int) -> LlavaForConditionalGeneration:
+        """Return the composed model without weights."""
+        config = LlavaConfig(
+            vision_config=self.config,
+            text_config=text,
+            image_token_index=image_token_id,
+            image_seq_length=self.tokens,
+            vision_feature_layer=self.feature_layer,
+            vision_feature_select_strategy=self.select_strategy,
+            tie_word_embeddings=text.tie_word_embeddings,
+        )
+        with torch.device("meta"):
+            return LlavaForConditionalGeneration(config)
+
+    def place(self, model: PreTrainedModel, dtype: torch.dtype, seed: int | None) -> None:
+        """Give the model's tower the weights of the folder, or with a seed random ones. Raises ModelError."""
+        inner = cast(nn.Module, model.model)
+        if seed is None:
+            inner.vision_tower = self.load(dtype)
+            return
+        config = type(self.config).from_dict(self.config.to_dict())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inner.vision_tower = self.kind.model._from_config(config).to(dtype)
+
+    def projector(self, model: PreTrainedModel) -> nn.Module:
+        """Return the projector of the composed model."""
+        return model.get_submodule("model.multi_modal_projector")
+
+    def processor_files(self) -> dict[str, dict[str, object]]:
+        """Return the files of the composed model's processor."""
+        entries: dict[str, object] = {
+            "processor_class": "LlavaProcessor",
+            "image_token": IMAGE_TOKEN,
+            "patch_size": self.config.patch_size,
+            "vision_feature_select_strategy": self.select_strategy,
+            "num_additional_image_tokens": self.leading,
+        }
+        return {"preprocessor_config.json": dict(self.processor), "processor_config.json": entries}
+
+    def load(self, dtype: torch.dtype) -> PreTrainedModel:
+        """Return the tower with its weights, on the CPU. Raises ModelError, naming what is missing or mis-shaped."""
+        check_weight_files(self.folder)
+        config = type(self.config).from_dict({**self.config.to_dict(), "image_size": self.stored_size})
+        with wrap_errors(f"{self.folder} cannot be loaded as {config.model_type!r}"), silence_transformers():
+            loaded = self.kind.model.from_pretrained(
+                self.folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below
+            )
+        tower, info = cast(tuple[PreTrainedModel, dict[str, Iterable[object]]], loaded)
+        unexpected = [name for name in map(str, info["unexpected_keys"]) if not _is_left_out(name)]
+        check_loading_report(self.folder, {**info, "unexpected_keys": unexpected})
+        self._resize_positions(tower)
+        return tower
+
+    def _resize_positions(self, tower: PreTrainedModel) -> None:
+        if self.stored_size == self.config.image_size:
+            return
+        name, _, attribute = self.kind.positions.rpartition(".")
+        owner = tower.get_submodule(name)
+        stored = cast(Tensor, getattr(owner, attribute)).detach()
+        side = self.config.image_size // self.config.patch_size
+        resized = resize_positions(stored.flatten(0, -2), self.leading, side)
+        setattr(owner, attribute, torch.nn.Parameter(resized.view(*stored.shape[:-2], *resized.shape)))
+        tower.config.image_size = self.config.image_size
+
+
+def resize_positions(positions: Tensor, leading: int, side: int) -> Tensor:
+    """Return learned positions [leading + n^2, C] for side^2 patches, interpolated as transformers' towers do it
+    (bicubic, in fp32). Positions of leading tokens do not change."""
+    patches = positions[leading:]
+    before = round(len(patches) ** 0.5)
+    grid = patches.float().view(1, before, before, -1).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+    rows = grid.permute(0, 2, 3, 1).flatten(0, 2).to(positions.dtype)
+    return torch.cat([positions[:leading], rows])
+
+
+def _is_left_out(name: str) -> bool:
+    parts = name.split(".")
+    return parts[0] in ("text_model", "logit_scale", "logit_bias", "text_projection", "visual_projection") or (
+        "head" in parts[:2] or parts[-1] in ("position_ids", "mask_token")
+    )
+
+
+def read_tile_encoder(
+    folder: Path, settings: Mapping[str, object], image_size: int | None, feature_layer: int, problems: list[str]
+) -> TileEncoder | None:
+    """Read the configuration of a tower's folder, and adapt the settings of its image processor. Adds a sentence to
+    `problems` for each thing that keeps it from being composed, and returns None if there is any."""
+    before = len(problems)
+    try:
+        config = _read_config(folder)
+    except ModelError as error:
+        problems.append(str(error))
+        return None
+    processed, stored = _size_of(settings), config.image_size
+    # A DINOv2 interpolates its positions, and is published for larger images than its processor makes.
+    size = image_size or (processed if config.model_type == "dinov2" else stored)
+    if image_size is None and processed not in (None, size):
+        problems.append(
+            f"{settings_file(folder)} makes images of {processed} pixels, but {folder / 'config.json'} takes {stored}; "
+            "name one of them with --image-size"
+        )
+    if size is None:
+        problems.append(f"{settings_file(folder)} has no size of images; name one with --image-size")
+    elif size % config.patch_size:
+        problems.append(
+            f"an image of {size} pixels cannot be cut into patches of {config.patch_size}; the nearest sizes are "
+            f"{size // config.patch_size * config.patch_size} and {-(-size // config.patch_size) * config.patch_size}"
+        )
+    layers = config.num_hidden_layers
+    if not -layers - 1 <= feature_layer <= layers:
+        problems.append(
+            f"--feature-layer {feature_layer}: {folder} has {layers} layers; name one of -{layers + 1} to {layers}"
+        )
+    if len(problems) > before or size is None:
+        return None
+    config.image_size = size
+    # Parts of a tower that no feature passes: a pooling head, and the token of masked patches.
+    for setting in ("vision_use_head", "use_mask_token"):
+        if hasattr(config, setting):
+            setattr(config, setting, False)
+    return TileEncoder(folder, config, stored, _with_size(settings, size), feature_layer)
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    """Return the configuration of a tower, also if the folder has a whole CLIP or SigLIP. Raises ModelError."""
+    file = folder / "config.json"
+    raw = read_json(file)
+    check_sizes(file)
+    named = str(raw.get("model_type"))
+    wholes = {tower.whole: name for name, tower in _TOWERS.items() if tower.whole}
+    kind = wholes.get(named, named)
+    if kind not in _TOWERS:
+        why = _UNSUPPORTED.get(kind, "")
+        if not why:
+            names = (*wholes, *_TOWERS, *grid.WHOLE, *TOWERS)
+            why = f"the image encoders are {', '.join(names)}.{did_you_mean(named, names)}"
+        raise ModelError(f"{file}: model_type {named!r:.80} cannot be composed: {why.removesuffix('.')}")
+    part = raw.get("vision_config", {}) if named in wholes else raw
+    fields: Mapping[str, object] = part if isinstance(part, dict) else {}
+    # A whole CLIP lists only what differs from the defaults.
+    defaults = _TOWERS[kind].config().to_dict() if named in wholes else {}
+    for name in ("hidden_size", "patch_size", "num_hidden_layers", "image_size"):
+        value = fields.get(name, defaults.get(name))
+        if type(value) is not int or value < 1:
+            raise ModelError(f"{file}: {name} is {value!r:.80}; an image encoder needs a number above 0")
+    with wrap_errors(f"{file} cannot be used"):
+        return _TOWERS[kind].config.from_dict({key: value for key, value in fields.items() if key != "model_type"})
+
+
+def _edges(settings: Mapping[str, object]) -> Iterator[object]:
+    for key in ("crop_size", "size"):
+        entry = settings.get(key)
+        if entry is None or (key == "crop_size" and settings.get("do_center_crop") is False):
+            continue
+        values: Mapping[str, object] = entry if isinstance(entry, dict) else {"height": entry, "width": entry}
+        yield from (values[name] for name in ("height", "width", "shortest_edge") if name in values)
+        return
+
+
+def _size_of(settings: Mapping[str, object]) -> int | None:
+    """Return the size of the square images that an image processor makes, or None if it names no or several sizes."""
+    sizes = {size for size in _edges(settings) if isinstance(size, int)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _with_size(settings: Mapping[str, object], size: int) -> dict[str, object]:
+    """Return the settings of an image processor for square images of another size."""
+    square = {"height": size, "width": size}
+    name = str(settings.get("image_processor_type")).removesuffix("Pil").removesuffix("Fast")
+    sizes: dict[str, object] = {"size": square}
+    if "crop_size" in settings or name in ("CLIPImageProcessor", "BitImageProcessor"):
+        shortest = {"shortest_edge": size}
+        sizes = {"size": square if settings.get("do_center_crop") is False else shortest, "crop_size": square}
+    return {**settings, **sizes, "image_processor_type": name, "processor_class": "LlavaProcessor"}
