@@ -185,9 +185,10 @@ def test_composed_model_is_rejected_by_name(tmp_path: Path, capsys) -> None:
     made_of(tmp_path, LOONG.format(tower="qwen2_5_vit", folder="qwen2.5", language="qwen2_5_3b", kind="qwen2_5_vl"))
     script = tmp_path / "a.sh"
     for tower, folder, language in (
-        ("qwen2_5_vit", "llama3", "llama3_8b"), ("moon_vit_3d", "glm5.2", "glm5_2"),
-        ("qwen3_vit", "qwen2.5", "qwen2_5_7b"),
-    ):  # fmt: skip
+        ("intern_vit_6b", "llama3", "llama3_8b"),
+        ("moon_vit_3d", "glm5.2", "glm5_2"),
+        ("qwen3_vit", "glm5.2", "glm5_2"),
+    ):
         (tmp_path / "custom").mkdir(exist_ok=True)
         (tmp_path / "custom" / "own.yaml").write_text(
             LOONG.format(tower=tower, folder=folder, language=language, kind="own_vlm")
@@ -202,6 +203,26 @@ def test_composed_model_is_rejected_by_name(tmp_path: Path, capsys) -> None:
     assert "x.yaml is composed of custom components" in capsys.readouterr().err
     script.write_text(SCRIPT.format(config="/elsewhere/qwen2_5_vl_3b.yaml") + "\n")
     assert "config_file" in translate([script], tmp_path / "o.yaml", root=tmp_path).lost_keys
+
+
+def test_composed_model_becomes_parts(tmp_path: Path) -> None:
+    """LoongForge's example of Qwen2.5-VL's tower and a Llama 3; `#--load` there means a random start."""
+    (tmp_path / "own.yaml").write_text(
+        LOONG.format(tower="qwen2_5_vit", folder="llama3", language="llama3_8b", kind="own_vlm")
+    )
+    (tmp_path / "a.sh").write_text(SCRIPT.format(config="own.yaml") + "--init-method-std 0.02\n")
+    made = translate([tmp_path / "own.yaml", tmp_path / "a.sh"], tmp_path / "o.yaml", root=tmp_path)
+    model = cfg_of(made).model
+    assert model.image_encoder is not None and model.foundation is not None
+    assert model.image_encoder.path.endswith("Qwen2.5-VL-3B") and model.foundation.path == "/path/to/decoder"
+    assert (model.init, model.init_std) == ("random", 0.02)
+    assert "model.path" not in made.content and "FILL IN: llama3_8b has no folder" in made.content
+    (tmp_path / "a.sh").write_text(
+        SCRIPT.format(config="own.yaml").replace("Qwen2.5-VL-3B", "Llama-3-8B") + "--load x\n"
+    )
+    made = translate([tmp_path / "own.yaml", tmp_path / "a.sh"], tmp_path / "o.yaml", root=tmp_path)
+    assert cfg_of(made).model.image_encoder.path == "/path/to/image_encoder"
+    assert cfg_of(made).model.init == "checkpoint"
 
 
 def test_run_without_checkpoint_starts_from_random_weights(tmp_path: Path) -> None:

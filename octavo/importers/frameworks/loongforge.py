@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from octavo.importers.common import model_and_data, steps_and_schedule
 from octavo.importers.common.draft import Draft, choice
@@ -85,6 +85,10 @@ _PUBLISHED = {
     "llava_vit": ("qwen3",), "ernie4_5_vit": ("ernie4_5_vl",), "minicpm_v_4_6_vit": ("minicpm_v_4_6",),
     "moon_vit_3d": ("kimi_k2",),
 }  # fmt: skip
+#: towers and folders of language models that octavo compose combines
+_COMPOSABLE = ("qwen2_vit", "qwen2_5_vit", "qwen3_vit")
+_DECODERS = ("llama", "qwen", "mistral")
+_WHOLE_MODEL = re.compile(r"qwen[-_]?\d?(\.\d)?[-_]?vl", re.IGNORECASE)
 _WEIGHTS = ("load", "pretrained_checkpoint", "load_hf_path", "hf_checkpoint_path")
 
 
@@ -92,12 +96,16 @@ def translate(draft: Draft) -> None:
     u = PrefixedDraft(draft)
     world = steps_and_schedule.count_processes(draft)
     ranks = megatron.data_parallel_size(draft, u, world)
-    _read_description(draft)
+    composed = _read_description(draft)
     phase = choice(draft, "training_phase", {"pretrain": "pretrain", "sft": "sft", "midtrain": "pretrain"}) or "sft"
     draft.set("train.phase", phase, "training_phase")
-    model_and_data.set_model_path(draft, "load_hf_path", "hf_checkpoint_path", "hf_tokenizer_path",
-                why="the tokenizer folder also contains the model")  # fmt: skip
-    model = draft.settings["model.path"].source
+    if composed is None:
+        model_and_data.set_model_path(draft, "load_hf_path", "hf_checkpoint_path", "hf_tokenizer_path",
+                    why="the tokenizer folder also contains the model")  # fmt: skip
+        model = draft.settings["model.path"].source
+    else:
+        _set_parts(draft, composed)
+        model = ()
     # A checkpoint in Megatron's layout is only a copy of the model if its name says so.
     for key in ("load", "pretrained_checkpoint"):
         is_same = bool(model) and model_and_data.is_same_model(draft.text(key) or "", str(model[0].value))
@@ -138,22 +146,32 @@ def translate(draft: Draft) -> None:
     draft.mark_many("default", hf_trainer.SAME)
 
 
-def _read_description(draft: Draft) -> None:
-    """Read the YAML of the model's components, which a script may name. Raises TranslateError for a combination of
-    components that no published model has, because the tokenizer folder would contain a different model."""
+class _Composed(NamedTuple):
+    """A combination of components that no published model has: names in configs/models."""
+
+    tower: str
+    decoder: str
+
+
+def _read_description(draft: Draft) -> _Composed | None:
+    """Read the YAML of the model's components, which a script may name. Returns a combination that no published model
+    has, because the tokenizer folder would contain a different model, or None. Raises TranslateError for one that
+    `octavo compose` does not make."""
     word = draft.text("config_file")
     has_description = bool(draft.keys_under("model."))
     if word and not has_description and (file := draft.folder.find(word)) is not None:
         draft.add(files.read_files([file], {}, draft.folder)[0].source_keys, "")
         has_description = True
-    chosen = {}
+    chosen, composed = {}, None
     for key in draft.keys_under("defaults."):
         if match := _PART.fullmatch(key):
             chosen[match[2]] = (match[1], draft.text(key), draft.source_keys[key].place)
     tower, language = chosen.get("image_encoder"), chosen.get("foundation")
     if tower and language and language[0] not in _PUBLISHED.get(tower[1] or "", (language[0],)):
         kind = draft.text("model.model_type") or Path(tower[2].source).stem
-        _reject_composed(f"{tower[2]}: {kind}", f"{tower[1]} and {language[1]}")
+        if tower[1] not in _COMPOSABLE or not language[0].startswith(_DECODERS):
+            _reject_composed(f"{tower[2]}: {kind}", f"{tower[1]} and {language[1]}")
+        composed = _Composed(tower[1], language[1] or language[0])
     if word and not has_description and "custom" in Path(word).parts:
         _reject_composed(f"{draft.source_keys['config_file'].place}: {word}", "custom components")
     if has_description:
@@ -162,12 +180,35 @@ def _read_description(draft: Draft) -> None:
         draft.mark_unsupported(
             "config_file", why="the YAML of the model's components was not passed; run octavo import YAML SCRIPT"
         )
+    return composed
+
+
+def _set_parts(draft: Draft, composed: _Composed) -> None:
+    """Name the parts of a composed model: the tower of the tokenizer's folder if that has a Qwen-VL, and a folder to
+    fill in, because LoongForge's decoder has none."""
+    key = "hf_tokenizer_path"
+    word = draft.text(key) or ""
+    if _WHOLE_MODEL.search(word):
+        why = f"{composed.tower} is the tower of this model, of which only the tower is read"
+        draft.set("model.image_encoder.path", draft.path(word), key, why=why)
+    else:
+        draft.set("model.image_encoder.path", "/path/to/image_encoder", why=f"FILL IN: {composed.tower} has no folder")
+        draft.add_note(
+            f"FILL IN: set model.image_encoder.path to the folder of a Qwen-VL with the tower {composed.tower}"
+        )
+    draft.mark_default(key, why="the tokenizer is the decoder's, to which <image> is added")
+    draft.set("model.foundation.path", "/path/to/decoder", why=f"FILL IN: {composed.decoder} has no folder")
+    draft.add_note(f"FILL IN: set model.foundation.path to the Hugging Face folder of {composed.decoder}")
+    draft.add_note(
+        "the model is composed of a tower, a new projector and a decoder (octavo compose); LoongForge gives the "
+        "decoder the tokenizer of hf_tokenizer_path, and Octavo keeps the decoder's"
+    )
 
 
 def _reject_composed(where: str, parts_of_it: str) -> NoReturn:
     raise TranslateError(
-        f"{where} is composed of {parts_of_it}, which cannot be translated: Octavo trains the model of one folder, and "
-        "no published model has this combination. Use the YAML of a published model."
+        f"{where} is composed of {parts_of_it}, which cannot be translated: no published model has this combination, "
+        f"and octavo compose takes the towers {', '.join(_COMPOSABLE)}. Use the YAML of a published model."
     )
 
 
