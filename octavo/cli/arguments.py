@@ -26,7 +26,7 @@ from octavo.config.yaml.problems import describe_value
 TARGETS = {
     **dict.fromkeys(("export", "merge", "tiny", "digits", "text", "examples"), ("directory",)),
     **dict.fromkeys(("decrypt", "seal", "unseal"), ("target",)),
-    **dict.fromkeys(("import", "compare", "bisect", "bench", "report"), ("out",)),
+    **dict.fromkeys(("import", "compare", "bisect", "bench", "report", "compose"), ("out",)),
     "encrypt": ("target", "new_key"), "demo": ("dir",),  # convert checks itself: it accepts two spellings
 }  # fmt: skip
 OVERRIDES_HELP = "settings that override the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"

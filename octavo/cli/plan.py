@@ -346,7 +346,10 @@ def _load_file(args: argparse.Namespace) -> Any:
     if shape is not None and not missing[0].startswith("model.fp8_twin"):
         command = shlex.join(["octavo", "plan", args.file, *arguments.overrides(args), "--shape", shape])
         missing[0] += f"; its name matches a published model, which can be planned without the folder: {command}"
-    if missing and (missing[0].startswith(("model.path", "model.fp8_twin")) or (args.measure and args.tokens is None)):
+    is_composed = cfg.model.foundation is not None  # then the only message says why there is no model
+    if missing and (
+        is_composed or missing[0].startswith(("model.path", "model.fp8_twin")) or (args.measure and args.tokens is None)
+    ):
         raise arguments.UsageError("\n".join(missing))
     for sentence in missing:
         terminal.note(f"note: {sentence}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -23,6 +25,10 @@ from transformers import (
     Dinov2Model,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     SiglipVisionConfig,
     SiglipVisionModel,
@@ -303,6 +309,128 @@ def test_grid_towers_that_do_not_fit_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["clip", "qwen2_5_vl"])
+def test_weights_that_are_not_plain_values_are_refused_before_any_are_read(
+    kind: str, tower, checkpoint, tmp_path: Path
+) -> None:
+    """Codes without their scales would be weights of another size."""
+    source = tower(kind) if kind in TOWERS else checkpoint(kind)
+    coded = copy(source, tmp_path / "coded")
+    weights = load_file(coded / "model.safetensors")
+    name = next(name for name, value in weights.items() if value.dim() == 2 and ("visual" in name or kind == "clip"))
+    save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, coded / "model.safetensors")
+    marked = copy(source, tmp_path / "marked", quantization_config={"quant_method": "fp8"})
+    bare = copy(source, tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    pickled = copy(source, tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    cut = copy(source, tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-100])
+    for folder, problem in (
+        (coded, "is quantized"),
+        (marked, "quant"),
+        (bare, "no weights to load"),
+        (pickled, "pickle"),
+        (cut, "truncated"),
+    ):
+        with pytest.raises(ModelError, match=problem):
+            compose(Parts(folder, checkpoint("qwen3")), tmp_path / "out", pytest.fail)
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_that_published_folders_have_are_taken(tower, checkpoint, tmp_path: Path) -> None:
+    """A size that leaves out pixels, an older name of the image processor, a crop from a larger image, and templates
+    with names."""
+    torch.manual_seed(0)
+    SiglipVisionModel(SiglipVisionConfig(**SMALL, image_size=18)).save_pretrained(tmp_path / "odd")
+    write_settings(
+        tmp_path / "odd", {"size": {"height": 18, "width": 18}, "image_processor_type": "SiglipImageProcessor"}
+    )
+    assert compose(Parts(tmp_path / "odd", checkpoint("qwen3")), tmp_path / "a").image_tokens == 16
+    inputs = encode(models.load_processor(tmp_path / "a"), some_image(0, (40, 30)).convert("RGB"))
+    assert models.load(tmp_path / "a")(**inputs).logits.isfinite().all()
+    old = copy(tower("clip"), tmp_path / "old")
+    write_settings(old, {"feature_extractor_type": "CLIPFeatureExtractor", "size": SIDE, "crop_size": SIDE})
+    compose(Parts(old, checkpoint("qwen3")), tmp_path / "b")
+    cropped = copy(tower("dinov2"), tmp_path / "cropped")
+    settings = {"size": {"shortest_edge": 20}, "crop_size": SQUARE, "image_processor_type": "BitImageProcessor"}
+    write_settings(cropped, settings)
+    compose(Parts(cropped, checkpoint("qwen3")), tmp_path / "c")
+    written = json.loads((tmp_path / "c" / "preprocessor_config.json").read_text())
+    assert written["size"] == {"shortest_edge": 20} and written["crop_size"] == SQUARE
+    decoder = copy(checkpoint("qwen3"), tmp_path / "decoder", initializer_range=0.0)
+    template = (decoder / "chat_template.jinja").read_text()
+    (decoder / "chat_template.jinja").unlink()
+    file = decoder / "tokenizer_config.json"
+    named = [{"name": "default", "template": template}, {"name": "tools", "template": "x"}]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": named}))
+    compose(Parts(tower("clip"), decoder), tmp_path / "d")
+    assert models.load(tmp_path / "d").model.multi_modal_projector.linear_1.weight.std() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "parts", "problem"),
+    [
+        ({}, {}, {"feature_layer": 0}, "--feature-layer 0: .* has 3 layers; name one of -4 to -1, or 1 to 3"),
+        ({"num_channels": 1}, {}, {}, "config.json: num_channels is 1; images have 3"),
+        ({"hidden_act": "foo"}, {}, {}, "cannot be composed: .*foo"),
+        (
+            {},
+            {"image_processor_type": "ViTImageProcessor"},
+            {},
+            "image_processor_type is 'ViTImageProcessor'; expected",
+        ),
+        ({}, {"crop_size": {"height": 16, "width": 32}}, {}, "makes images that are not square"),
+        ({}, {"image_processor": "x"}, {}, "image_processor is 'x'; it must be a mapping"),
+    ],
+)
+def test_image_encoders_that_could_not_see_are_refused(
+    changes: dict[str, object], settings: dict[str, object], parts: dict[str, int], problem: str, tower, checkpoint,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    folder = copy(tower("clip"), tmp_path / "clip", **changes)
+    write_settings(folder, {**TOWERS["clip"][2], **settings})
+    if "image_processor" in settings:
+        (folder / "processor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=problem):
+        compose(Parts(folder, checkpoint("qwen3"), **parts), tmp_path / "out", pytest.fail)
+    with pytest.raises(ModelError, match="has a merger, which takes the output of the last block; remove it"):
+        compose(Parts(checkpoint("qwen2_5_vl"), checkpoint("qwen3"), feature_layer=-3), tmp_path / "out")
+
+
+def test_decoders_that_the_class_cannot_hold_are_refused(tower, checkpoint, tmp_path: Path) -> None:
+    small = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    decoders = {
+        "head has a bias": PhiForCausalLM(PhiConfig(**small, intermediate_size=128)),
+        "embed_tokens": GPT2LMHeadModel(
+            GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, eos_token_id=1, bos_token_id=1)
+        ),
+    }
+    for number, (problem, decoder) in enumerate(decoders.items()):
+        folder = copy(checkpoint("llama"), tmp_path / str(number))
+        decoder.save_pretrained(folder)
+        for encoder in (tower("clip"), checkpoint("qwen2_5_vl")):
+            with pytest.raises(ModelError, match=problem):
+                compose(Parts(encoder, folder), tmp_path / "out")
+    broken = copy(tower("clip"), tmp_path / "nan")
+    weights = load_file(broken / "model.safetensors")
+    name = next(name for name in weights if name.endswith("pre_layrnorm.weight"))
+    weights[name][0] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="nan: .* has NaN or infinity; download"):
+        compose(Parts(broken, checkpoint("qwen3")), tmp_path / "out")
+
+
+def test_targets_that_cannot_be_written_are_refused_first(tower, checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for target, problem in (
+        (tmp_path / "file", "file is a file; name a folder"), (tmp_path / "file" / "sub", "is a file"),
+        (Path("/proc/octavo/model"), "cannot be written"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=problem):
+            compose(Parts(tower("clip"), checkpoint("qwen3")), target, pytest.fail)
+
+
 def test_weights_of_a_grid_tower_are_checked(checkpoint, tmp_path: Path) -> None:
     folder = copy(checkpoint("qwen2_5_vl"), tmp_path / "part")
     other = models.load(folder)
@@ -360,7 +488,9 @@ def test_all_problems_are_reported_at_once_and_nothing_is_written(tower, checkpo
     ] == lines[:2]
     assert lines[2].startswith("--init-std 3.0: it must be above 0")
     assert lines[3] == "an image of 18 pixels cannot be cut into patches of 4; the nearest sizes are 16 and 20"
-    assert lines[4].startswith("--feature-layer 9: ") and lines[4].endswith("has 3 layers; name one of -4 to 3")
+    assert lines[4].startswith("--feature-layer 9: ") and lines[4].endswith(
+        "has 3 layers; name one of -4 to -1, or 1 to 3"
+    )
     assert lines[5].endswith("bare has no chat template; give one with --chat-template FILE") and len(lines) == 6
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["file"]
 
@@ -505,7 +635,15 @@ def test_configuration_with_parts_composes_its_model_once(
     first, trained = models.load(folder).state_dict(), models.load(tmp_path / "run" / "hf").state_dict()
     changed = {name for name in first if not torch.equal(first[name], trained[name])}
     assert changed and all("multi_modal_projector" in name for name in changed)
-    # Other files of a part are another model, and a folder that is named is used as it is.
+    # A touched file is the same model. Other files of a part are another, and a folder that is named is used as it is.
+    os.utime(encoder / "model.safetensors")
+    assert load_config(file).model.path == str(folder)
+    template = tmp_path / "template.jinja"
+    paths = []
+    for text in ("a", "b"):
+        template.write_text(text)
+        paths.append(load_config(file, [f"model.foundation.chat_template={template}"]).model.path)
+    assert len({*paths, str(folder)}) == 3
     (encoder / "preprocessor_config.json").write_text((encoder / "preprocessor_config.json").read_text() + " ")
     assert load_config(file).model.path != str(folder)
     assert load_config(file, [f"model.path={folder}"]).model.path == str(folder)

@@ -121,7 +121,7 @@ class ImageEncoderPart(Section):
     """The image encoder of a composed model."""
 
     path: FilePath = Field(
-        min_length=1, description="Folder of a CLIP, SigLIP or DINOv2, relative to the configuration file."
+        min_length=1, description="Folder of a CLIP, SigLIP, DINOv2 or Qwen-VL, relative to the configuration file."
     )
     image_size: int | None = Field(
         default=None,
@@ -163,13 +163,22 @@ COMPOSED_PARTS = ("image_encoder", "image_projector", "foundation")
 def folder_of_parts(parts: Mapping[str, object]) -> str:
     """Return the folder in the user's cache of a model that is composed of these parts. Its name depends on their
     settings and on the files of their folders, so changed parts make another model."""
-    files = []
+    files: list[list[object]] = []
     for part in parts.values():
-        folder = Path(str(part.get("path"))) if isinstance(part, Mapping) else Path()
-        names = [*folder.glob("*.json"), *folder.glob("*.safetensors")] if folder.name else []
-        files += [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in sorted(names)]
+        named = [part[key] for key in ("path", "chat_template") if part.get(key)] if isinstance(part, Mapping) else []
+        for path in map(Path, map(str, named)):
+            entries = sorted(path.iterdir()) if path.is_dir() else [path]
+            files += [[file.name, file.stat().st_size, _ends_digest(file)] for file in entries if file.is_file()]
     key = json.dumps([dict(parts), files], sort_keys=True, default=str)
     return str(cache_home() / "composed" / hashlib.sha256(key.encode()).hexdigest()[:16])
+
+
+def _ends_digest(file: Path) -> str:
+    """Return a digest of the first and the last MiB of a file; a copy or a touched file has the same."""
+    with file.open("rb") as content:
+        first = content.read(1 << 20)
+        content.seek(max(0, file.stat().st_size - (1 << 20)))
+        return hashlib.sha256(first + content.read(1 << 20)).hexdigest()
 
 
 class ModelSection(Section):

@@ -8,6 +8,7 @@ a projector of two linear layers and replace the embeddings of as many image tok
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +18,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from octavo import fp8
 from octavo.base import atomic_write, target_folder
 from octavo.base.wording import did_you_mean
-from octavo.models.compose.encoder import read_encoder
+from octavo.models.compose.encoder import check_weights, read_encoder
 from octavo.models.compose.foundation import read_foundation
 from octavo.models.compose.tile import FEATURE_LAYER
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import silence_transformers
+from octavo.models.folder.folder import check_weight_files, silence_transformers, wrap_errors
 from octavo.models.processors.processors import load_processor
 from octavo.models.structure.describe import describe
 
 PROJECTORS = ("mlp2",)
 """Kinds of projectors: `mlp2` has two linear layers with GELU between them, as LLaVA-1.5."""
+INIT_STD = 0.02
+"""Standard deviation of a projector's weights if neither the user nor the decoder names one."""
 _TRIAL_TOKENS = 8
 
 
@@ -78,11 +82,17 @@ def compose(parts: Parts, target: Path, log: Callable[[str], None] = lambda text
     and nothing is left of a folder that could not be completed.
     """
     problems: list[str] = []
-    if not target_folder.is_free(target):
+    target_folder.check_target(target, ModelError)
+    nearest = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.exists())
+    if target.is_file():
+        problems.append(f"{target} is a file; name a folder that is new or empty")
+    elif not os.access(nearest, os.W_OK):
+        problems.append(f"{target} cannot be written: {nearest} is not writable")
+    elif not target_folder.is_free(target):
         problems.append(f"{target} is not empty, and nothing is overwritten; name another folder")
     if parts.projector not in PROJECTORS:
         known = f"the projectors are {', '.join(PROJECTORS)}"
-        problems.append(f"--projector {parts.projector}: {known}{did_you_mean(parts.projector, PROJECTORS)}")
+        problems.append(f"--projector {parts.projector}: {known}.{did_you_mean(parts.projector, PROJECTORS)}")
     if parts.init_std is not None and not 0 < parts.init_std < 1:
         problems.append(f"--init-std {parts.init_std}: it must be above 0 and below 1")
     if unknown := [name for name in parts.init if name != "image_encoder"]:
@@ -90,17 +100,33 @@ def compose(parts: Parts, target: Path, log: Callable[[str], None] = lambda text
     encoder = read_encoder(parts.image_encoder, parts.image_size, parts.feature_layer, problems)
     tokens = None if encoder is None else encoder.tokens
     foundation = read_foundation(parts.foundation, parts.chat_template, tokens, problems)
+    for part, check in ((encoder if not parts.init else None, check_weights), (foundation, check_weight_files)):
+        try:
+            if part is not None:
+                check(part.folder)
+        except ModelError as error:
+            problems.append(str(error).removesuffix("."))
     if problems or encoder is None or foundation is None:
         raise ModelError("\n".join(problems))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"{target} cannot be written: {error.strerror}; name another folder") from error
+    with wrap_errors(f"{encoder.folder} and {foundation.folder} cannot be composed"):
+        model: PreTrainedModel = encoder.build(foundation.config, foundation.image_token_id)
     dtype = foundation.dtype()
     log(f"reading {foundation.folder}")
     decoder = foundation.load(dtype, log)
-    model = _place_decoder(encoder.build(foundation.config, foundation.image_token_id), decoder)
+    _place_decoder(model, decoder)
     log(f"reading {encoder.folder}")
     encoder.place(model, dtype, parts.seed if parts.init else None)
-    std = foundation.config.initializer_range if parts.init_std is None else parts.init_std
+    # A decoder may have no deviation, or one of zero.
+    std = parts.init_std or getattr(foundation.config, "initializer_range", None) or INIT_STD
     _draw(encoder.projector(model), dtype, std, parts.seed)
-    _check_answers(model, decoder)
+    if bad := fp8.find_nonfinite(model.named_parameters()):
+        raise ModelError(f"{encoder.folder}: {bad[0]} has NaN or infinity; download or write the weights again")
+    with wrap_errors(f"{type(decoder).__name__} of {foundation.folder} cannot be composed"):
+        _check_answers(model, decoder)
     with atomic_write.new_folder(target, ModelError, replace=False) as folder:
         log(f"writing {target}")
         with silence_transformers():
@@ -113,19 +139,23 @@ def compose(parts: Parts, target: Path, log: Callable[[str], None] = lambda text
     return Composed(target, _count(model), encoder.tokens, size, encoder.why)
 
 
-def _place_decoder(model: PreTrainedModel, decoder: PreTrainedModel) -> PreTrainedModel:
+def _place_decoder(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Give the model its decoder and head, which it shares. Raises ModelError for a decoder that transformers would
-    build from another class."""
+    build from another class, and for a head with a bias, which the model's class does not have."""
+    head = decoder.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ModelError(
+            f"{type(decoder).__name__} cannot be composed: its head has a bias, and a composed model has none"
+        )
     inner, body = cast(nn.Module, model.model), decoder.get_decoder()
     if type(body) is not type(inner.language_model):
         raise ModelError(
             f"{type(decoder).__name__} cannot be composed: its decoder is {type(body).__name__}, and transformers "
             f"builds {type(inner.language_model).__name__} from the same configuration"
         )
-    inner.language_model, model.lm_head = body, decoder.get_output_embeddings()
+    inner.language_model, model.lm_head = body, head
     model.config.dtype = decoder.dtype
     model.generation_config = decoder.generation_config
-    return model
 
 
 def _draw(projector: nn.Module, dtype: torch.dtype, std: float, seed: int) -> None:

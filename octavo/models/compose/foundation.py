@@ -123,13 +123,19 @@ def read_foundation(
     return Foundation(folder, config, tokenizer, rows)
 
 
+def _default_template(templates: object) -> str | None:
+    """Return a chat template, or of several with names the one that is used if none is named."""
+    template = templates.get("default") if isinstance(templates, dict) else templates
+    return template if isinstance(template, str) else None
+
+
 def _template(folder: Path, tokenizer: PreTrainedTokenizerBase, file: Path | None) -> str:
     """Return the chat template of the composed model: the one of the file, or the decoder's own with images. Raises
     ModelError for one that leaves out the user's words or the image."""
     if file is not None:
         name, template = str(file), safe_read.read_text(file, ModelError)
-    elif isinstance(tokenizer.chat_template, str):
-        name, template = f"the chat template of {folder}", add_images(tokenizer.chat_template)
+    elif text := _default_template(tokenizer.chat_template):
+        name, template = f"the chat template of {folder}", add_images(text)
     else:
         raise ModelError(f"{folder} has no chat template; give one with --chat-template FILE")
     before, tokenizer.chat_template = tokenizer.chat_template, template

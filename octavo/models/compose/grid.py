@@ -86,7 +86,8 @@ class GridEncoder:
 
     def processor_files(self) -> dict[str, dict[str, object]]:
         """Return the files of the composed model's processor."""
-        name = str(self.settings.get("image_processor_type")).removesuffix("Pil").removesuffix("Fast")
+        stated = str(self.settings.get("image_processor_type") or "Qwen2VLImageProcessor")
+        name = stated.removesuffix("Pil").removesuffix("Fast")
         common = {"processor_class": "Qwen2VLProcessor"}
         return {
             "preprocessor_config.json": {**self.settings, "image_processor_type": name, **common},

@@ -37,6 +37,7 @@ from octavo.models.custom.composed import IMAGE_TOKEN, TOWERS
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_sizes, check_weight_files, read_json, silence_transformers, wrap_errors
 from octavo.models.processors.image import settings_file
+from octavo.models.processors.llava import IMAGE_PROCESSORS
 from octavo.models.structure.vision_shapes import leading_tokens
 from octavo.models.weights.assembly import check_loading_report
 
@@ -51,15 +52,18 @@ class _Tower:
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
     positions: str
+    processor: str
     whole: str = ""
 
 
 _TOWERS: Mapping[str, _Tower] = {
-    "clip_vision_model": _Tower(CLIPVisionConfig, CLIPVisionModel, "embeddings.position_embedding.weight", "clip"),
-    "siglip_vision_model": _Tower(
-        SiglipVisionConfig, SiglipVisionModel, "embeddings.position_embedding.weight", "siglip"
+    "clip_vision_model": _Tower(
+        CLIPVisionConfig, CLIPVisionModel, "embeddings.position_embedding.weight", "CLIPImageProcessor", "clip"
     ),
-    "dinov2": _Tower(Dinov2Config, Dinov2Model, "embeddings.position_embeddings"),
+    "siglip_vision_model": _Tower(
+        SiglipVisionConfig, SiglipVisionModel, "embeddings.position_embedding.weight", "SiglipImageProcessor", "siglip"
+    ),
+    "dinov2": _Tower(Dinov2Config, Dinov2Model, "embeddings.position_embeddings", "BitImageProcessor"),
 }
 """`model_type` of a tower -> how it is built."""
 
@@ -230,16 +234,25 @@ def read_tile_encoder(
         )
     if size is None:
         problems.append(f"{settings_file(folder)} has no size of images; name one with --image-size")
-    elif size % config.patch_size:
+    elif image_size is not None and size % config.patch_size:  # published towers may leave out the last pixels
         problems.append(
             f"an image of {size} pixels cannot be cut into patches of {config.patch_size}; the nearest sizes are "
             f"{size // config.patch_size * config.patch_size} and {-(-size // config.patch_size) * config.patch_size}"
         )
     layers = config.num_hidden_layers
-    if not -layers - 1 <= feature_layer <= layers:
+    if not -layers - 1 <= feature_layer <= layers or feature_layer == 0:  # transformers takes 0 for an absent value
         problems.append(
-            f"--feature-layer {feature_layer}: {folder} has {layers} layers; name one of -{layers + 1} to {layers}"
+            f"--feature-layer {feature_layer}: {folder} has {layers} layers; name one of -{layers + 1} to -1, or 1 to "
+            f"{layers}"
         )
+    if getattr(config, "num_channels", 3) != 3:
+        problems.append(f"{folder / 'config.json'}: num_channels is {config.num_channels}; images have 3")
+    name = _processor_name(settings, config)
+    if name not in IMAGE_PROCESSORS:
+        known = ", ".join(IMAGE_PROCESSORS)
+        problems.append(f"{settings_file(folder)}: image_processor_type is {name!r:.80}; expected one of {known}")
+    if processed is None and any(_edges(settings)):
+        problems.append(f"{settings_file(folder)} makes images that are not square; an image encoder takes squares")
     if len(problems) > before or size is None:
         return None
     config.image_size = size
@@ -247,7 +260,9 @@ def read_tile_encoder(
     for setting in ("vision_use_head", "use_mask_token"):
         if hasattr(config, setting):
             setattr(config, setting, False)
-    return TileEncoder(folder, config, stored, _with_size(settings, size), feature_layer)
+    named = {**settings, "image_processor_type": name, "processor_class": "LlavaProcessor"}
+    adapted = named if processed == size else _with_size(named, size)
+    return TileEncoder(folder, config, stored, adapted, feature_layer)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
@@ -295,9 +310,15 @@ def _size_of(settings: Mapping[str, object]) -> int | None:
 def _with_size(settings: Mapping[str, object], size: int) -> dict[str, object]:
     """Return the settings of an image processor for square images of another size."""
     square = {"height": size, "width": size}
-    name = str(settings.get("image_processor_type")).removesuffix("Pil").removesuffix("Fast")
     sizes: dict[str, object] = {"size": square}
-    if "crop_size" in settings or name in ("CLIPImageProcessor", "BitImageProcessor"):
+    if "crop_size" in settings or settings["image_processor_type"] in ("CLIPImageProcessor", "BitImageProcessor"):
         shortest = {"shortest_edge": size}
         sizes = {"size": square if settings.get("do_center_crop") is False else shortest, "crop_size": square}
-    return {**settings, **sizes, "image_processor_type": name, "processor_class": "LlavaProcessor"}
+    return {**settings, **sizes}
+
+
+def _processor_name(settings: Mapping[str, object], config: PreTrainedConfig) -> str:
+    """Return the class of an image processor, without the suffix of its library; older folders name only its feature
+    extractor."""
+    stated = settings.get("image_processor_type") or _TOWERS[config.model_type].processor
+    return str(stated).removesuffix("Pil").removesuffix("Fast")
