@@ -49,6 +49,7 @@ class OctavoVlmConfig(PreTrainedConfig):
 
     model_type = "octavo_vlm"
     sub_configs = {"text_config": AutoConfig, "vision_config": AutoConfig}
+    has_no_defaults_at_init = True  # its parts have none, so transformers compares a saved file with nothing
 
     text_config: dict | PreTrainedConfig | None = None
     vision_config: dict | PreTrainedConfig | None = None
