@@ -73,8 +73,6 @@ def grow_vocabulary(decoder: PreTrainedModel, rows: int) -> None:
     if head is not None:
         head.weight = embeddings.weight if tied else nn.Parameter(_with_mean_rows(head.weight.detach(), rows))
         head.out_features = rows
-        if getattr(head, "bias", None) is not None:
-            head.bias = nn.Parameter(_with_mean_rows(head.bias.detach(), rows))
     decoder.config.get_text_config().vocab_size = rows
 
 

@@ -35,7 +35,7 @@ from octavo.base.wording import did_you_mean
 from octavo.models.compose import grid
 from octavo.models.custom.composed import IMAGE_TOKEN, TOWERS
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import check_sizes, check_weight_files, read_json, silence_transformers, wrap_errors
+from octavo.models.folder.folder import check_sizes, read_json, silence_transformers, wrap_errors
 from octavo.models.processors.image import settings_file
 from octavo.models.processors.llava import IMAGE_PROCESSORS
 from octavo.models.structure.vision_shapes import leading_tokens
@@ -164,7 +164,6 @@ class TileEncoder:
 
     def load(self, dtype: torch.dtype) -> PreTrainedModel:
         """Return the tower with its weights, on the CPU. Raises ModelError, naming what is missing or mis-shaped."""
-        check_weight_files(self.folder)
         config = type(self.config).from_dict({**self.config.to_dict(), "image_size": self.stored_size})
         with wrap_errors(f"{self.folder} cannot be loaded as {config.model_type!r}"), silence_transformers():
             loaded = self.kind.model.from_pretrained(

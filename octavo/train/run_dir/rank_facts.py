@@ -33,11 +33,8 @@ from octavo.train.run_dir import input_fingerprints
 #: Keys in which ranks may differ: paths on a host, settings of files that only rank 0 writes, and settings that do not
 #: change numbers. If the content of a path determines numbers, the content is compared instead (:data:`PATH_KEYS`).
 LOCAL_KEYS = (
-    *(
-        "model.image_encoder*",
-        "model.image_projector*",
-        "model.foundation*",
-    ),  # model.path has what they are composed to
+    # model.path has what the parts are composed to
+    *("model.image_encoder*", "model.image_projector*", "model.foundation*"),
     *("model.fp8_twin*", "run.dir", "run.threads", "run.timeout", "run.tensorboard", "run.trackers*", "run.keep"),
     *("data.cache", "data.workers", "data.*.images", "data.*.fetch_gb", "rl.reward_timeout", "rl.show"),
     *("package.accelerate", "package.filelock", "package.fsspec", "package.huggingface-hub", "package.matplotlib"),

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple, torch_compilable_check
+from transformers.utils import can_return_tuple
 
+from octavo.models.custom.causal_output import causal_output
 from octavo.models.custom.composed.configuration import TOWERS, OctavoVlmConfig
 from octavo.models.custom.image_features import ImageFeatures
 
@@ -80,15 +81,10 @@ class OctavoVlmModel(OctavoVlmPreTrainedModel):
             inputs_embeds = self.get_input_embeddings()(input_ids)
         # Features take the places of image tokens, in order.
         if pixel_values is not None:
-            if input_ids is None or image_grid_thw is None:
-                raise ValueError("images are placed by input_ids: pass input_ids and image_grid_thw with pixel_values")
-            rows = self.get_image_features(pixel_values, image_grid_thw).rows()
-            is_placeholder = input_ids == self.config.image_token_id
-            torch_compilable_check(
-                is_placeholder.sum() == len(rows),
-                lambda: f"{int(is_placeholder.sum())} image tokens for {len(rows)} image features",
-            )
-            inputs_embeds = inputs_embeds.masked_scatter(is_placeholder[..., None], rows.to(inputs_embeds))
+            if image_grid_thw is None:
+                raise ValueError("pixel_values were passed without image_grid_thw; pass both")
+            features = self.get_image_features(pixel_values, image_grid_thw)
+            inputs_embeds = features.insert(inputs_embeds, input_ids, self.config.image_token_id)
         return self.language_model(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -143,10 +139,5 @@ class OctavoVlmForConditionalGeneration(OctavoVlmPreTrainedModel, GenerationMixi
             mm_token_type_ids=mm_token_type_ids,
             **kwargs,
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, keep])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
-        # by position: transformers 5.24 renamed `past_key_values` to `cache`
-        return CausalLMOutputWithPast(loss, logits, output.past_key_values, output.hidden_states, output.attentions)
+        # transformers reads the names of inputs from this signature; what follows is the same in every family.
+        return causal_output(self, output, labels, logits_to_keep, **kwargs)

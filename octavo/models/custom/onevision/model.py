@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, Qwen3Model
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple, torch_compilable_check
+from transformers.utils import can_return_tuple
 
+from octavo.models.custom.causal_output import causal_output
 from octavo.models.custom.image_features import ImageFeatures
 from octavo.models.custom.onevision.configuration import LLaVAOneVision1_5_Config
 from octavo.models.custom.onevision.tower import RiceViT
@@ -89,11 +90,11 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
         # Images and videos have tokens of different ids, so either may be placed first.
         if pixel_values is not None:
             images = self.get_image_features(pixel_values, _required(image_grid_thw, "pixel_values", "image_grid_thw"))
-            inputs_embeds = self._insert_features(images, inputs_embeds, input_ids, self.config.image_token_id)
+            inputs_embeds = images.insert(inputs_embeds, input_ids, self.config.image_token_id)
         if pixel_values_videos is not None:
             grid = _required(video_grid_thw, "pixel_values_videos", "video_grid_thw")
             videos = self.get_video_features(pixel_values_videos, grid)
-            inputs_embeds = self._insert_features(videos, inputs_embeds, input_ids, self.config.video_token_id)
+            inputs_embeds = videos.insert(inputs_embeds, input_ids, self.config.video_token_id)
         return self.language_model(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -102,17 +103,6 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-
-    def _insert_features(self, features: ImageFeatures, embeds: Tensor, ids: Tensor | None, token: int) -> Tensor:
-        """Return embeddings [B, T, H] in which the embeddings of a token are replaced by the features, in order."""
-        if ids is None:
-            raise ValueError("images are placed by input_ids: pass input_ids, not inputs_embeds, with images")
-        rows, is_placeholder = features.rows(), ids == token
-        torch_compilable_check(
-            is_placeholder.sum() == len(rows),
-            lambda: f"{int(is_placeholder.sum())} placeholder tokens {token} for {len(rows)} image features",
-        )
-        return embeds.masked_scatter(is_placeholder[..., None], rows.to(embeds))
 
 
 def _required(grid: Tensor | None, pixels: str, name: str) -> Tensor:
@@ -170,15 +160,8 @@ class LLaVAOneVision1_5_ForConditionalGeneration(LLaVAOneVision1_5_PreTrainedMod
             mm_token_type_ids=mm_token_type_ids,
             **kwargs,
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, keep])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
-        # by position: transformers 5.24 renamed `past_key_values` to `cache`
-        return CausalLMOutputWithPast(
-            loss, logits, output.past_key_values, output.hidden_states, output.attentions
-        )  # fmt: skip
+        # transformers reads the names of inputs from this signature; what follows is the same in every family.
+        return causal_output(self, output, labels, logits_to_keep, **kwargs)
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
