@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers import AutoConfig, PreTrainedConfig
 
 from octavo import models
 from octavo.models.tiny import tiny
+from tests.models.small_towers import TOWERS, write_settings
 
 MANY = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "qwen3", "qwen3_moe", "llama", "mpt")
 """Families for what costs much and hangs on how weights lie: the others bring other towers."""
@@ -26,6 +28,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         if family not in created:
             created[family] = tiny.write(family, tmp_path_factory.mktemp("tiny") / family, size="mini")
         return created[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tower(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """kind -> folder of a small image encoder with random weights."""
+    home = tmp_path_factory.mktemp("towers")
+
+    def get(kind: str) -> Path:
+        folder = home / kind
+        if not folder.exists():
+            model, config, settings = TOWERS[kind]
+            torch.manual_seed(1)
+            model(config).save_pretrained(folder)
+            write_settings(folder, settings)
+        return folder
 
     return get
 
