@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from octavo.base import encryption
+from octavo.base import accelerator, encryption
 
 NEEDS = ("real", "server")  # markers of tests that are counted
 
@@ -140,6 +140,12 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
 
     monkeypatch.setattr(np, "matmul", product)
+
+
+@pytest.fixture
+def torch_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let products in high precision be torch's on every CPU, for tests that compare bits with stock layers."""
+    monkeypatch.setattr(accelerator, "multiplies_on_cpu", lambda dtype: True)
 
 
 @pytest.fixture

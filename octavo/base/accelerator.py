@@ -231,6 +231,16 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
+@lru_cache(maxsize=2)
+def multiplies_on_cpu(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has instructions for products of BF16 or of FP16, in torch's own test; without them torch
+    multiplies element by element."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    name = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    return bool(getattr(torch.ops.mkldnn, name)())
+
+
 def supports_fp32_product(device: torch.device) -> bool:
     """Return whether BF16 matrices can be multiplied with an fp32 result (``torch.mm(..., out_dtype=)``)."""
     return is_gpu(device) or (has_own_memory(device) and _supports_fp32_product(device.type))

@@ -40,11 +40,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized, check_castable
-from octavo.fp8.dense import graph_counts
+from octavo.fp8.dense import graph_counts, products
 from octavo.fp8.dense.graph_arguments import (
     fake_pack,
     pack_pair,
@@ -136,7 +135,7 @@ def multiply_fwd(
         graph_counts.report_forward(weight, key, x.shape[0], needs)
     fwd = parse_key(key).fwd
     if not fwd:
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return products.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     backend, a, b = parse_gemm(fwd)
     x_q = unpack(row, scale, x.shape[0], weight.shape[1], a, 1)
     return backend.gemm_fwd(x_q, get_weight_codes(weight, b, backend, True), dtype, bias).contiguous()
@@ -152,7 +151,7 @@ def _dgrad(dy: Tensor, dy_scale: Tensor | None, weight: Tensor, tokens: int, dty
         graph_counts.report_backward("dgrad", weight, key, tokens)
     parts = parse_key(key)
     if dy_scale is None:
-        return (dy @ weight.to(dy.dtype)).to(dtype)
+        return products.mm(dy, weight.to(dy.dtype)).to(dtype)
     backend, a, b = parse_gemm(parts.dgrad)
     dy_q = unpack(dy, dy_scale, tokens, weight.shape[0], a, 1)
     shared = parts.fwd != "" and parse_gemm(parts.fwd)[2] == b

@@ -18,11 +18,11 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
+from octavo.fp8.dense import products
 from octavo.fp8.dense.graph_arguments import describe
 from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matrix
 from octavo.fp8.invariance import is_active, row_linear
@@ -137,14 +137,14 @@ class DenseOps:
         return backend.gemm_wgrad(dy, x, dtype)
 
     def high_fwd(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        product = row_linear if torch._C._len_torch_function_stack() and is_active() else F.linear
+        product = row_linear if torch._C._len_torch_function_stack() and is_active() else products.linear
         return product(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def high_dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
-        return dy @ w.to(dy.dtype)
+        return products.mm(dy, w.to(dy.dtype))
 
     def high_wgrad(self, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return (dy.t() @ x).to(dtype)
+        return products.mm(dy.t(), x).to(dtype)
 
     def bias_grad(self, dy: Tensor) -> Tensor:
         return dy.sum(0, dtype=torch.float32)

@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.base import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.dense import gemms
+from octavo.fp8.dense import gemms, products
 from octavo.fp8.dense.gemms import DENSE_OPS, LayerGemms
 from octavo.fp8.dense.inputs import Input, QuantizedPair, cast_matrix
 from octavo.fp8.observe import recorder
@@ -78,7 +77,7 @@ class HighPrecisionHead:
 
     def product(self, block: slice, bias: Tensor | None) -> Tensor:
         low = self.h.dtype
-        return F.linear(self.h, self.weight[block].to(low), None if bias is None else bias.to(low))
+        return products.linear(self.h, self.weight[block].to(low), None if bias is None else bias.to(low))
 
     def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
         if dh is not None:
@@ -210,6 +209,6 @@ def _matmul_wide(a: Tensor, b: Tensor) -> Tensor:
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute out = a @ b, rounded once to the dtype of out."""
     if out.dtype == b.dtype:
-        torch.mm(a.to(b.dtype), b, out=out)
+        products.mm(a.to(b.dtype), b, out)
     else:
         out.copy_(_matmul_wide(a, b))

@@ -122,7 +122,7 @@ def _dtypes():
 
 
 @pytest.mark.parametrize(("kind", "recipe", "policy", "dtype"), _dtypes())
-def test_equals_mlp_on_rounded_values_bitwise(kind, recipe, policy, dtype):
+def test_equals_mlp_on_rounded_values_bitwise(torch_products, kind, recipe, policy, dtype):
     """Output, gradients and counts equal those of an MLP that rounds and saves everything."""
     lowered, saved = dtype == "autocast", torch.float32 if dtype == "autocast" else dtype
     mlp, twin = pair(kind, recipe, saved, policy)

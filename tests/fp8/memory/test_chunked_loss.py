@@ -83,7 +83,7 @@ def test_loss_matches_torch_cross_entropy():
 def test_a_vocabulary_of_152k(dtype: torch.dtype):
     hidden, weight, target, _ = problem(m=24, k=16, v=151_936, dtype=dtype, ignored=7)
     ours, full = linear_cross_entropy(hidden, weight, target, chunk=3), plain(hidden, weight, target)
-    torch.testing.assert_close(ours, full, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(ours, full, rtol=5e-6, atol=1e-5)  # sums of 152k terms, in the order of the CPU
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     true = gradients(plain(*exact, target), exact)
     for got, low, want in zip(gradients(ours, (hidden, weight)), gradients(full, (hidden, weight)), true, strict=True):

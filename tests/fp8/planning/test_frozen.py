@@ -59,7 +59,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("how", POLICIES)
-def test_frozen_layer_matches_dequantized_values(kind: str, how: str) -> None:
+def test_frozen_layer_matches_dequantized_values(torch_products: None, kind: str, how: str) -> None:
     """Casting the values again gives their codes back; so the two layers are one, bit for bit."""
     found = []
     for codes in (True, False):
