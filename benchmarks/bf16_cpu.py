@@ -1,4 +1,4 @@
-"""Time what a CPU without BF16 instructions computes in fp32 (`octavo/fp8/dense/products.py`), and a patch embedding as
+"""Time what a CPU without BF16 instructions computes in fp32 (`octavo/fp8/dense/gemms.py`), and a patch embedding as
 one product, each next to torch's own.
 
     python benchmarks/bf16_cpu.py [--out FILE.json]
@@ -23,18 +23,18 @@ from torch import Tensor, nn
 
 from octavo.base import accelerator
 from octavo.bench import record
-from octavo.fp8.dense import products
+from octavo.fp8.dense import gemms
 
 SHAPES = ((1, 576, 1536), (8, 576, 1536), (64, 576, 1536), (1216, 128, 320), (256, 576, 1536), (256, 576, 49152))
 PATCHES = ((512, (3, 2, 4, 4), 64), (512, (3, 2, 16, 16), 256))  # patches, their shape, features
 Call = Callable[[], object]
 
 
-def median_ratio(stock: Call, ours: Call, repeats: int = 7) -> float:
-    """Return the median time of ``stock`` over that of ``ours``."""
+def median_ratio(stock: Call, replacement: Call, repeats: int = 7) -> float:
+    """Return the median time of ``stock`` over the median time of ``replacement``."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats + 1):
-        for call, seconds in zip((stock, ours), times, strict=True):
+        for call, seconds in zip((stock, replacement), times, strict=True):
             begin = time.perf_counter()
             call()
             seconds.append(time.perf_counter() - begin)
@@ -53,7 +53,7 @@ def linear_rows() -> list[dict[str, float | int]]:
             "M": m,
             "K": k,
             "N": n,
-            "replaced": int(products.is_computed_in_fp32(x, w, x.dtype)),
+            "replaced": int(gemms.is_computed_in_fp32(x, w, x.dtype)),
         }
         for name, (a, b) in {"fwd": (x, w.t()), "dgrad": (dy, w), "wgrad": (dy.t(), x)}.items():
             row[name] = median_ratio(partial(torch.mm, a, b), partial(multiply_in_fp32, a, b))
@@ -73,7 +73,7 @@ def patch_rows() -> list[dict[str, object]]:
         for patches, shape, features in PATCHES:
             conv = nn.Conv3d(shape[0], features, shape[1:], shape[1:]).to(dtype)
             x = torch.randn(patches, *shape).to(dtype)
-            ratio = median_ratio(partial(learn, conv, x), partial(learn, partial(products.stock_forward, conv), x))
+            ratio = median_ratio(partial(learn, conv, x), partial(learn, partial(gemms.stock_forward, conv), x))
             rows.append({"dtype": str(dtype), "patches": patches, "shape": shape, "features": features, "ratio": ratio})
     return rows
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.dense import Input, Recomputable, get_recomputable, products
+from octavo.fp8.dense import Input, Recomputable, get_recomputable, high_addmm, high_mm
 
 
 def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float, user: object) -> Tensor:
@@ -64,9 +64,9 @@ class _LowRank(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             operand = Input(x, args.user, dtype)
             x_MK = operand.high_precision() if x.dtype != dtype else operand.matrix()
-            h = products.mm(_apply_mask(x_MK, mask, args.dropout), a.to(dtype).t())
+            h = high_mm(_apply_mask(x_MK, mask, args.dropout), a.to(dtype).t())
             y_MN = y.reshape(h.shape[0], y.shape[-1])
-            out = products.addmm(y_MN, h, b.to(dtype).t(), alpha=args.scale)
+            out = high_addmm(y_MN, h, b.to(dtype).t(), alpha=args.scale)
         recomputable = args.recomputable
         # Save x itself and not a view, because its other users save x too, and the memory is then shared.
         saved = recomputable.tensors if recomputable is not None else (x if x.dtype == dtype else x_MK,)
@@ -86,17 +86,17 @@ class _LowRank(torch.autograd.Function):
         dx = da = db = None
         with torch.autocast(dy.device.type, enabled=False):
             dy_MN = dy.reshape(h.shape[0], dy.shape[-1])
-            g = products.mm(dy_MN, b.to(ctx.dtype)) * ctx.scale if needs_x or needs_a else None
+            g = high_mm(dy_MN, b.to(ctx.dtype)) * ctx.scale if needs_x or needs_a else None
             if needs_b:
-                db = (products.mm(dy_MN.t(), h) * ctx.scale).to(b.dtype)
+                db = (high_mm(dy_MN.t(), h) * ctx.scale).to(b.dtype)
             if needs_a:
                 assert g is not None
                 x = rest[0] if ctx.recompute is None else ctx.recompute(*rest).to(ctx.dtype)
                 x_MK = x.reshape(h.shape[0], a.shape[1])
-                da = products.mm(g.t(), _apply_mask(x_MK, mask, ctx.dropout)).to(a.dtype)
+                da = high_mm(g.t(), _apply_mask(x_MK, mask, ctx.dropout)).to(a.dtype)
             if needs_x:
                 assert g is not None
-                dx = _apply_mask(products.mm(g, a.to(ctx.dtype)), mask, ctx.dropout).view(ctx.x_shape).to(ctx.x_dtype)
+                dx = _apply_mask(high_mm(g, a.to(ctx.dtype)), mask, ctx.dropout).view(ctx.x_shape).to(ctx.x_dtype)
         return dy, dx, da, db, None, None
 
 

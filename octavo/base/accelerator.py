@@ -233,12 +233,9 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 
 @lru_cache(maxsize=2)
 def multiplies_on_cpu(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has instructions for products of BF16 or of FP16, in torch's own test; without them torch
-    multiplies element by element."""
-    if not torch.backends.mkldnn.is_available():
-        return False
+    """Return whether this CPU has instructions for products of BF16 or of FP16, by torch's own test."""
     name = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    return bool(getattr(torch.ops.mkldnn, name)())
+    return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, name)())
 
 
 def supports_fp32_product(device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.cli import arguments, terminal
 
@@ -120,11 +120,11 @@ def _summary(report: Report) -> str:
     return f"{count} failed: {', '.join(check.name for check in failures)}."
 
 
-def _all_rows(report: Any) -> list[tuple[str, str, str]]:
+def _all_rows(report: Report) -> list[tuple[str, str, str]]:
     return [(check.status, f"{check.area}: {check.name}", check.found) for check in report.checks]
 
 
-def _short_rows(report: Any) -> list[tuple[str, str, str]]:
+def _short_rows(report: Report) -> list[tuple[str, str, str]]:
     """Return one row for the passed checks of an area, and one row for every other check."""
     rows: list[tuple[str, str, str]] = []
     for area in dict.fromkeys(check.area for check in report.checks):

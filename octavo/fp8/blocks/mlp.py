@@ -42,7 +42,7 @@ from octavo.fp8.blocks.probe import (
     why_replaced,
     wrong_dtype,
 )
-from octavo.fp8.dense import products, sources
+from octavo.fp8.dense import gemms, sources
 from octavo.fp8.dense.inputs import Recomputable, get_recomputable, with_recomputable, without_autocast
 from octavo.fp8.dense.swap import (
     SwappedModule,
@@ -268,7 +268,7 @@ class HighLinear(CountedModule):
     def replacement_forward(self, x: Tensor) -> Tensor | None:
         recomputable = get_recomputable(x)
         if recomputable is None or not self.weight.requires_grad or not is_whole(self.weight):
-            return products.stock_forward(self, x)  # a frozen weight saves no input
+            return gemms.stock_forward(self, x)  # a frozen weight saves no input
         return _HighLinear.apply(x, self.weight, self.bias, recomputable)
 
 
@@ -277,7 +277,7 @@ class _HighLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recomputable: Recomputable) -> Tensor:
         ctx.save_for_backward(weight, *recomputable.tensors)
         ctx.recompute, ctx.b_dtype, ctx.x_dtype = recomputable.recompute, None if bias is None else bias.dtype, x.dtype
-        return products.linear(x, weight, bias)  # autocast applies as in the stock layer
+        return gemms.high_linear(x, weight, bias)  # autocast applies as in the stock layer
 
     @staticmethod
     @once_differentiable
@@ -286,8 +286,8 @@ class _HighLinear(torch.autograd.Function):
         needs_x, _, needs_b = ctx.needs_input_grad[:3]
         with without_autocast(dy):
             dy_MN = dy.reshape(-1, dy.shape[-1])
-            dx = products.mm(dy_MN, weight.to(dy.dtype)).view(*dy.shape[:-1], -1).to(ctx.x_dtype) if needs_x else None
+            dx = gemms.high_mm(dy_MN, weight.to(dy.dtype)).view(*dy.shape[:-1], -1).to(ctx.x_dtype) if needs_x else None
             h = ctx.recompute(*tensors).to(dy.dtype)
-            dw = products.mm(dy_MN.t(), h.reshape(-1, h.shape[-1])).to(weight.dtype)
+            dw = gemms.high_mm(dy_MN.t(), h.reshape(-1, h.shape[-1])).to(weight.dtype)
             db = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype) if needs_b else None
         return dx, dw, db, None

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized, check_castable
-from octavo.fp8.dense import graph_counts, products
+from octavo.fp8.dense import gemms, graph_counts
 from octavo.fp8.dense.graph_arguments import (
     fake_pack,
     pack_pair,
@@ -135,7 +135,7 @@ def multiply_fwd(
         graph_counts.report_forward(weight, key, x.shape[0], needs)
     fwd = parse_key(key).fwd
     if not fwd:
-        return products.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return gemms.high_linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     backend, a, b = parse_gemm(fwd)
     x_q = unpack(row, scale, x.shape[0], weight.shape[1], a, 1)
     return backend.gemm_fwd(x_q, get_weight_codes(weight, b, backend, True), dtype, bias).contiguous()
@@ -151,7 +151,7 @@ def _dgrad(dy: Tensor, dy_scale: Tensor | None, weight: Tensor, tokens: int, dty
         graph_counts.report_backward("dgrad", weight, key, tokens)
     parts = parse_key(key)
     if dy_scale is None:
-        return products.mm(dy, weight.to(dy.dtype)).to(dtype)
+        return gemms.high_mm(dy, weight.to(dy.dtype)).to(dtype)
     backend, a, b = parse_gemm(parts.dgrad)
     dy_q = unpack(dy, dy_scale, tokens, weight.shape[0], a, 1)
     shared = parts.fwd != "" and parse_gemm(parts.fwd)[2] == b

@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.arithmetic.recipe import recipe as named_recipe
-from octavo.fp8.dense import compiled, gemms, graph_arguments, products
+from octavo.fp8.dense import compiled, gemms, graph_arguments
 from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, DenseOps, LayerGemms, ScaledCasts, select_backends
 from octavo.fp8.dense.inputs import Input, Recomputable, without_autocast
 from octavo.fp8.invariance import is_active
@@ -320,7 +320,7 @@ class CountedForward(nn.Module):
 
     def eager_call(self, *args: object, **kwargs: object) -> object:
         """Run the stock forward, or the same product in a faster way."""
-        y = products.stock_forward(self, *args) if len(args) == 1 and not kwargs else None
+        y = gemms.stock_forward(self, *args) if len(args) == 1 and not kwargs else None
         return self._stock.forward(self, *args, **kwargs) if y is None else y
 
     def trace_call(self, *args: object, **kwargs: object) -> object:

@@ -7,7 +7,7 @@ unchanged. It calls the stock forward for inputs that the replacement does not s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class SwappedModule(nn.Module):
                 return y
         return self._stock.forward(self, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle the stock class and the kind, because the dynamic class cannot be imported by name."""
         state = {name: value for name, value in self.__dict__.items() if name not in self.transient_attributes}
         return _rebuild, (self._kind, self._stock), state

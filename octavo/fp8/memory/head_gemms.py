@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.base import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.dense import gemms, products
+from octavo.fp8.dense import gemms
 from octavo.fp8.dense.gemms import DENSE_OPS, LayerGemms
 from octavo.fp8.dense.inputs import Input, QuantizedPair, cast_matrix
 from octavo.fp8.observe import recorder
@@ -77,7 +77,7 @@ class HighPrecisionHead:
 
     def product(self, block: slice, bias: Tensor | None) -> Tensor:
         low = self.h.dtype
-        return products.linear(self.h, self.weight[block].to(low), None if bias is None else bias.to(low))
+        return gemms.high_linear(self.h, self.weight[block].to(low), None if bias is None else bias.to(low))
 
     def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
         if dh is not None:
@@ -209,6 +209,6 @@ def _matmul_wide(a: Tensor, b: Tensor) -> Tensor:
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute out = a @ b, rounded once to the dtype of out."""
     if out.dtype == b.dtype:
-        products.mm(a.to(b.dtype), b, out)
+        gemms.high_mm(a.to(b.dtype), b, out)
     else:
         out.copy_(_matmul_wide(a, b))

@@ -32,8 +32,8 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8.blocks import mlp
 from octavo.fp8.blocks.probe import cache_trial, make_generator
-from octavo.fp8.dense import delayed, products, sources
-from octavo.fp8.dense.gemms import LayerGemms
+from octavo.fp8.dense import delayed, sources
+from octavo.fp8.dense.gemms import LayerGemms, high_linear
 from octavo.fp8.dense.inputs import Recomputable, compute_dtype, with_recomputable
 from octavo.fp8.dense.linear import GemmArgs, fp8_linear
 from octavo.fp8.dense.swap import add_attribute
@@ -91,9 +91,7 @@ def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | N
 
     def project(name: str, rows: Tensor, groups: Groups) -> Tensor:
         weights, biases = _expert_weights(module, name), _expert_biases(module, name)
-        return run_each_expert(
-            rows, groups, lambda e, expert_rows: products.linear(expert_rows, weights[e], biases[e])
-        )[0]
+        return run_each_expert(rows, groups, lambda e, expert_rows: high_linear(expert_rows, weights[e], biases[e]))[0]
 
     with torch.no_grad():
         stock = module(x, index, share).double()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.base import accelerator
-from octavo.fp8.dense import products
+from octavo.fp8.dense import gemms
 from octavo.fp8.kernels.groups import TILE, Groups, expert_spans, real_rows
 
 _WIDTH = 8  # torch's grouped product loads 16 bytes at a time, so rows must begin at multiples of 16 bytes
@@ -30,7 +30,7 @@ def fwd(x: Tensor, w: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
         y = _grouped_mm(x, w.mT, groups)
         return y if bias is None else y + expand_to_rows(bias, groups)
     return _run_each_expert(
-        x, w.shape[1], groups, lambda e, rows: products.linear(rows, w[e], None if bias is None else bias[e])
+        x, w.shape[1], groups, lambda e, rows: gemms.high_linear(rows, w[e], None if bias is None else bias[e])
     )
 
 
@@ -39,7 +39,7 @@ def dgrad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
     w = w.to(dy.dtype)
     if _is_native(dy, w):
         return _grouped_mm(dy, w, groups)
-    return _run_each_expert(dy, w.shape[2], groups, lambda e, rows: products.mm(rows, w[e]))
+    return _run_each_expert(dy, w.shape[2], groups, lambda e, rows: gemms.high_mm(rows, w[e]))
 
 
 def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:
@@ -51,7 +51,7 @@ def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tens
         return torch.where((groups.sizes > 0).view(-1, 1, 1), dw, 0).to(out_dtype)
     dw = dy.new_zeros(groups.experts, dy.shape[1], x.shape[1], dtype=out_dtype)
     for expert, span in expert_spans(groups):
-        dw[expert] = products.mm(dy[span].t(), x[span])
+        dw[expert] = gemms.high_mm(dy[span].t(), x[span])
     return dw
 
 

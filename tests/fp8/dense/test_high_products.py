@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo import fp8
 from octavo.adapters.lowrank import low_rank
 from octavo.base import accelerator
-from octavo.fp8.dense import products
+from octavo.fp8.dense import gemms
 from octavo.fp8.invariance import BatchInvariantMode
 
 BF16 = torch.bfloat16
@@ -33,7 +33,7 @@ def test_linear_rounds_fp32_products_once(no_instructions, dtype, autocast):
     x, w, b = (t.to(wide).requires_grad_() for t in (draw(2, 30, 48), draw(40, 48), draw(40)))
     dy = draw(2, 30, 40, dtype=dtype)
     with torch.autocast("cpu", dtype) if autocast else nullcontext():
-        y = products.linear(x, w, b)
+        y = gemms.high_linear(x, w, b)
     y.backward(dy)
     x32, w32, b32 = (t.detach().to(dtype).float() for t in (x, w, b))
     rows = dy.float().view(60, 40)
@@ -46,30 +46,30 @@ def test_linear_rounds_fp32_products_once(no_instructions, dtype, autocast):
 def test_mm_and_addmm_round_once_and_write_where_they_are_told(no_instructions):
     a, b, start = draw(30, 48), draw(48, 40), draw(30, 40)
     expected, out = (a.float() @ b.float()).to(BF16), torch.empty(30, 40, dtype=BF16)
-    assert torch.equal(products.mm(a, b), expected)
-    assert products.mm(a, b, out) is out and torch.equal(out, expected)
+    assert torch.equal(gemms.high_mm(a, b), expected)
+    assert gemms.high_mm(a, b, out) is out and torch.equal(out, expected)
     assert torch.equal(
-        products.addmm(start, a, b, alpha=0.5), torch.addmm(start.float(), a.float(), b.float(), alpha=0.5).to(BF16)
+        gemms.high_addmm(start, a, b, alpha=0.5), torch.addmm(start.float(), a.float(), b.float(), alpha=0.5).to(BF16)
     )
 
 
 def test_one_row_fp32_operands_and_invariant_products_stay_as_they_are(no_instructions):
     x, w = draw(1, 48), draw(40, 48)
-    assert torch.equal(products.linear(x, w), F.linear(x, w))
-    assert products.linear(draw(30, 48, dtype=torch.float32), w.float()).dtype == torch.float32
+    assert torch.equal(gemms.high_linear(x, w), F.linear(x, w))
+    assert gemms.high_linear(draw(30, 48, dtype=torch.float32), w.float()).dtype == torch.float32
     rows, layer = draw(32, 48), nn.Linear(48, 40, bias=False).to(BF16)
-    assert products.stock_forward(layer, rows) is not None
+    assert gemms.stock_forward(layer, rows) is not None
     with BatchInvariantMode():
         expected = F.linear(rows, layer.weight)
-        assert products.stock_forward(layer, rows) is None
-        assert torch.equal(products.linear(rows, layer.weight), expected)
+        assert gemms.stock_forward(layer, rows) is None
+        assert torch.equal(gemms.high_linear(rows, layer.weight), expected)
 
 
 @pytest.mark.parametrize("conv", [nn.Conv3d(3, 10, (2, 4, 4), (2, 4, 4)), nn.Conv2d(3, 10, 4, 4, bias=False)])
 def test_a_convolution_over_single_patches_is_one_product(conv):
     conv = conv.double()
     x = draw(20, 3, *conv.kernel_size, dtype=torch.float64).requires_grad_()
-    y = products.stock_forward(conv, x)
+    y = gemms.stock_forward(conv, x)
     stock = conv(x)
     assert y.shape == stock.shape
     torch.testing.assert_close(y, stock)
@@ -79,11 +79,11 @@ def test_a_convolution_over_single_patches_is_one_product(conv):
 
 def test_other_convolutions_and_modules_keep_their_forward(no_instructions):
     x = draw(20, 4, 4, 4, dtype=torch.float32)
-    assert products.stock_forward(nn.Conv2d(4, 8, 2, 2), x) is None  # four patches
-    assert products.stock_forward(nn.Conv2d(4, 8, 4, 4, padding=1), x) is None
-    assert products.stock_forward(nn.Conv2d(4, 8, 4, groups=2), x) is None
-    assert products.stock_forward(nn.Conv2d(4, 8, 4), x[:0]) is None
-    assert products.stock_forward(nn.Embedding(10, 16), torch.arange(10)) is None
+    assert gemms.stock_forward(nn.Conv2d(4, 8, 2, 2), x) is None  # four patches
+    assert gemms.stock_forward(nn.Conv2d(4, 8, 4, 4, padding=1), x) is None
+    assert gemms.stock_forward(nn.Conv2d(4, 8, 4, groups=2), x) is None
+    assert gemms.stock_forward(nn.Conv2d(4, 8, 4), x[:0]) is None
+    assert gemms.stock_forward(nn.Embedding(10, 16), torch.arange(10)) is None
 
 
 class SlowProducts(TorchDispatchMode):
