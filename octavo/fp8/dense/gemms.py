@@ -350,7 +350,7 @@ def select_layer_backends(
 # --- products in high precision ---------------------------------------------------------------------------------------
 #
 # A CPU without 16-bit instructions (AVX2 without AVX-512: most laptops) multiplies BF16 several times slower than fp32,
-# and gradients up to 35 times (benchmarks/bf16_cpu.py). There a product of matrices that are not narrow is computed in
+# and gradients up to 59 times (benchmarks/bf16_cpu.py). There a product of matrices that are not narrow is computed in
 # fp32 from the same operands and rounded once, which is what the instructions do; only the order of the sums differs.
 # Elsewhere, in compiled graphs, and with a torch function mode such as invariance, which replaces products itself,
 # these are torch's own functions.
