@@ -366,7 +366,7 @@ def high_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if not is_computed_in_fp32(x, weight, dtype) or is_functorch_active():
         return F.linear(x, weight, bias)
     with without_autocast(x):
-        y: Tensor = _WideLinear.apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        y: Tensor = _WideLinear.apply(x.to(dtype), weight, None if bias is None else bias.to(dtype))
     return y
 
 
@@ -429,7 +429,9 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        # The weight itself is saved: its copy under autocast would be kept by each call, where torch shares one.
+        w = weight.to(x.dtype).float()
+        return F.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -438,6 +440,6 @@ class _WideLinear(torch.autograd.Function):
         needs_x, needs_w, needs_b = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         with without_autocast(dy):
-            dx = high_mm(rows, weight).view(x.shape) if needs_x else None
-            dw = high_mm(rows.t(), x.reshape(-1, x.shape[-1])) if needs_w else None
+            dx = high_mm(rows, weight.to(x.dtype)).view(x.shape) if needs_x else None
+            dw = high_mm(rows.t(), x.reshape(-1, x.shape[-1])).to(weight.dtype) if needs_w else None
         return dx, dw, rows.sum(0) if needs_b else None
