@@ -73,7 +73,9 @@ def patch_rows() -> list[dict[str, object]]:
         for patches, shape, features in PATCHES:
             conv = nn.Conv3d(shape[0], features, shape[1:], shape[1:]).to(dtype)
             x = torch.randn(patches, *shape).to(dtype)
-            ratio = median_ratio(partial(learn, conv, x), partial(learn, partial(gemms.stock_forward, conv), x))
+            ratio = median_ratio(
+                partial(learn, conv, x), partial(learn, partial(gemms.stock_forward, nn.Conv3d, conv), x)
+            )
             rows.append({"dtype": str(dtype), "patches": patches, "shape": shape, "features": features, "ratio": ratio})
     return rows
 

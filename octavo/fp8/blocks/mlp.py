@@ -268,7 +268,7 @@ class HighLinear(CountedModule):
     def replacement_forward(self, x: Tensor) -> Tensor | None:
         recomputable = get_recomputable(x)
         if recomputable is None or not self.weight.requires_grad or not is_whole(self.weight):
-            return gemms.stock_forward(self, x)  # a frozen weight saves no input
+            return gemms.stock_forward(self._stock, self, x)  # a frozen weight saves no input
         return _HighLinear.apply(x, self.weight, self.bias, recomputable)
 
 

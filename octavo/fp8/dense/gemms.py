@@ -352,7 +352,7 @@ def select_layer_backends(
 # A CPU without 16-bit instructions (AVX2 without AVX-512: most laptops) multiplies BF16 several times slower than fp32,
 # and gradients up to 59 times (benchmarks/bf16_cpu.py). There a product of matrices that are not narrow is computed in
 # fp32 from the same operands and rounded once, which is what the instructions do; only the order of the sums differs.
-# Elsewhere, in compiled graphs, and with a torch function mode such as invariance, which replaces products itself,
+# Elsewhere, while a compiler traces, and with a torch function mode such as invariance, which replaces products itself,
 # these are torch's own functions.
 
 MIN_INTENSITY = 6
@@ -385,24 +385,29 @@ def high_addmm(start: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> Tensor:
     return torch.addmm(start.float(), a.float(), b.float(), alpha=alpha).to(start.dtype)
 
 
-def stock_forward(module: nn.Module, x: object) -> Tensor | None:
+def stock_forward(stock: type[nn.Module], module: nn.Module, x: object) -> Tensor | None:
     """Return the output of a linear layer, or of a convolution over single patches, as one product; None for other
-    modules and inputs, whose own forward is as good.
+    modules and inputs, whose own forward is as good. ``stock`` is the class whose forward is replaced: a class derived
+    from torch's may compute something else.
 
     A patch embedding that gets its patches cut, x [patches, C, *kernel], is a product of rows with the flattened
     weight. torch's convolution computes the same by a slower way, above all its gradient.
     """
+    if stock not in (nn.Linear, nn.Conv2d, nn.Conv3d):
+        return None
     weight = module._parameters.get("weight")
     if weight is None or not isinstance(x, Tensor) or not is_plain_tensor(x) or not is_plain_tensor(weight):
         return None
     if torch._C._len_torch_function_stack():
         return None
-    if isinstance(module, nn.Linear):
-        return high_linear(x, weight, module.bias) if is_computed_in_fp32(x, weight, compute_dtype(x)) else None
-    if not isinstance(module, nn.Conv2d | nn.Conv3d) or not _is_one_patch(module, x):
+    bias = module._parameters["bias"]
+    if stock is nn.Linear:
+        return high_linear(x, weight, bias)
+    assert isinstance(module, nn.Conv2d | nn.Conv3d)
+    if not _is_one_patch(module, x):
         return None
     ones = [1] * (x.dim() - 2)
-    return high_linear(x.flatten(1), weight.flatten(1), module.bias).view(x.shape[0], -1, *ones)
+    return high_linear(x.flatten(1), weight.flatten(1), bias).view(x.shape[0], -1, *ones)
 
 
 def _is_one_patch(conv: nn.Conv2d | nn.Conv3d, x: Tensor) -> bool:

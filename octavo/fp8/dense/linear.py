@@ -320,7 +320,7 @@ class CountedForward(nn.Module):
 
     def eager_call(self, *args: object, **kwargs: object) -> object:
         """Run the stock forward, or the same product in a faster way."""
-        y = gemms.stock_forward(self, *args) if len(args) == 1 and not kwargs else None
+        y = gemms.stock_forward(self._stock, self, *args) if len(args) == 1 and not kwargs else None
         return self._stock.forward(self, *args, **kwargs) if y is None else y
 
     def trace_call(self, *args: object, **kwargs: object) -> object:

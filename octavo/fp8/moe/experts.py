@@ -27,13 +27,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.fp8.blocks import mlp
 from octavo.fp8.blocks.probe import cache_trial, make_generator
 from octavo.fp8.dense import delayed, sources
-from octavo.fp8.dense.gemms import LayerGemms, high_linear
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.dense.inputs import Recomputable, compute_dtype, with_recomputable
 from octavo.fp8.dense.linear import GemmArgs, fp8_linear
 from octavo.fp8.dense.swap import add_attribute
@@ -91,7 +92,7 @@ def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | N
 
     def project(name: str, rows: Tensor, groups: Groups) -> Tensor:
         weights, biases = _expert_weights(module, name), _expert_biases(module, name)
-        return run_each_expert(rows, groups, lambda e, expert_rows: high_linear(expert_rows, weights[e], biases[e]))[0]
+        return run_each_expert(rows, groups, lambda e, expert_rows: F.linear(expert_rows, weights[e], biases[e]))[0]
 
     with torch.no_grad():
         stock = module(x, index, share).double()

@@ -58,10 +58,10 @@ def test_one_row_fp32_operands_and_invariant_products_stay_as_they_are(no_instru
     assert torch.equal(gemms.high_linear(x, w), F.linear(x, w))
     assert gemms.high_linear(draw(30, 48, dtype=torch.float32), w.float()).dtype == torch.float32
     rows, layer = draw(32, 48), nn.Linear(48, 40, bias=False).to(BF16)
-    assert gemms.stock_forward(layer, rows) is not None
+    assert gemms.stock_forward(nn.Linear, layer, rows) is not None
     with BatchInvariantMode():
         expected = F.linear(rows, layer.weight)
-        assert gemms.stock_forward(layer, rows) is None
+        assert gemms.stock_forward(nn.Linear, layer, rows) is None
         assert torch.equal(gemms.high_linear(rows, layer.weight), expected)
 
 
@@ -69,7 +69,7 @@ def test_one_row_fp32_operands_and_invariant_products_stay_as_they_are(no_instru
 def test_a_convolution_over_single_patches_is_one_product(conv):
     conv = conv.double()
     x = draw(20, 3, *conv.kernel_size, dtype=torch.float64).requires_grad_()
-    y = gemms.stock_forward(conv, x)
+    y = gemms.stock_forward(type(conv), conv, x)
     stock = conv(x)
     assert y.shape == stock.shape
     torch.testing.assert_close(y, stock)
@@ -79,11 +79,29 @@ def test_a_convolution_over_single_patches_is_one_product(conv):
 
 def test_other_convolutions_and_modules_keep_their_forward(no_instructions):
     x = draw(20, 4, 4, 4, dtype=torch.float32)
-    assert gemms.stock_forward(nn.Conv2d(4, 8, 2, 2), x) is None  # four patches
-    assert gemms.stock_forward(nn.Conv2d(4, 8, 4, 4, padding=1), x) is None
-    assert gemms.stock_forward(nn.Conv2d(4, 8, 4, groups=2), x) is None
-    assert gemms.stock_forward(nn.Conv2d(4, 8, 4), x[:0]) is None
-    assert gemms.stock_forward(nn.Embedding(10, 16), torch.arange(10)) is None
+    assert gemms.stock_forward(nn.Conv2d, nn.Conv2d(4, 8, 2, 2), x) is None  # four patches
+    assert gemms.stock_forward(nn.Conv2d, nn.Conv2d(4, 8, 4, 4, padding=1), x) is None
+    assert gemms.stock_forward(nn.Conv2d, nn.Conv2d(4, 8, 4, groups=2), x) is None
+    assert gemms.stock_forward(nn.Conv2d, nn.Conv2d(4, 8, 4), x[:0]) is None
+    assert gemms.stock_forward(nn.Embedding, nn.Embedding(10, 16), torch.arange(10)) is None
+
+
+class Doubled(nn.Conv3d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Negated(nn.Linear):
+    def forward(self, x):
+        return -super().forward(x)
+
+
+def test_a_derived_class_keeps_its_forward(no_instructions):
+    model = nn.Sequential(Doubled(3, 64, (2, 4, 4), (2, 4, 4)), nn.Flatten(), Negated(64, 96)).to(BF16)
+    x = draw(32, 3, 2, 4, 4)
+    before = model(x)
+    fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off")))
+    assert type(model[0]) is not Doubled and torch.equal(model(x), before)
 
 
 class SlowProducts(TorchDispatchMode):
