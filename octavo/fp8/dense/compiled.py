@@ -172,7 +172,7 @@ def _wgrad(
     if recorder.is_active():
         graph_counts.report_backward("wgrad", weight, key, tokens)
     if dy_scale is None or x_scale is None:
-        return (dy.t() @ x).to(weight.dtype)
+        return gemms.high_mm(dy.t(), x).to(weight.dtype)
     backend, a, b = parse_gemm(parse_key(key).wgrad)
     dy_q = unpack(dy, dy_scale, tokens, weight.shape[0], a, 0)
     x_q = unpack(x, x_scale, tokens, weight.shape[1], b, 0)

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo import fp8
 from octavo.adapters.lowrank import low_rank
 from octavo.base import accelerator
-from octavo.fp8.dense import gemms
+from octavo.fp8.dense import compiled, gemms
+from octavo.fp8.dense.graph_arguments import HIGH_KEY
 from octavo.fp8.invariance import BatchInvariantMode
 
 BF16 = torch.bfloat16
@@ -126,6 +127,16 @@ class Block(nn.Module):
 
     def forward(self, x):
         return self.lm_head(self.down(F.silu(self.up(x))))
+
+
+def test_operators_of_compiled_graphs_multiply_in_fp32(no_instructions):
+    """Called as a graph calls them, outside of its trace."""
+    x, w, dy = draw(32, 64), draw(96, 64), draw(32, 96)
+    with SlowProducts() as slow:
+        y = compiled.multiply_fwd(x, x, x, w, None, BF16, HIGH_KEY, 0)
+        dx = compiled._dgrad(dy, None, w, 32, BF16, HIGH_KEY)
+        dw = compiled._wgrad(dy, None, x, None, w, 32, HIGH_KEY)
+    assert not slow.seen and [t.shape for t in (y, dx, dw)] == [(32, 96), (32, 64), (96, 64)]
 
 
 @pytest.mark.parametrize("setting", ["off", "fwd in bf16", "lora", "stock"])

@@ -83,9 +83,13 @@ def test_loss_matches_torch_cross_entropy():
 def test_a_vocabulary_of_152k(dtype: torch.dtype):
     hidden, weight, target, _ = problem(m=24, k=16, v=151_936, dtype=dtype, ignored=7)
     ours, full = linear_cross_entropy(hidden, weight, target, chunk=3), plain(hidden, weight, target)
-    torch.testing.assert_close(ours, full, rtol=5e-6, atol=1e-5)  # sums of 152k terms, in the order of the CPU
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    true = gradients(plain(*exact, target), exact)
+    true_loss = plain(*exact, target)
+    # torch's own sum of 152k terms is off by up to 2e-6 in fp32, with the width of the CPU.
+    assert relative_error(ours, true_loss) <= min(1.02 * relative_error(full, true_loss) + 1e-7, 1e-3)
+    if dtype == torch.float32:
+        torch.testing.assert_close(ours.double(), true_loss, rtol=1e-6, atol=1e-6)
+    true = gradients(true_loss, exact)
     for got, low, want in zip(gradients(ours, (hidden, weight)), gradients(full, (hidden, weight)), true, strict=True):
         assert relative_error(got, want) <= 1.02 * relative_error(low, want) + 1e-7
         if dtype == torch.float32:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo import data, models, train
+from octavo.base import accelerator
 from octavo.models.tiny import tiny
 from octavo.train.estimate.memory.footprint import Footprint, MemoryEstimator
 from octavo.train.forward import losses
@@ -90,6 +91,17 @@ def test_a_run_counts_what_was_predicted(make, overrides) -> None:
     cfg = make(*ONE, *overrides)
     train.run(cfg)
     agree(counted(cfg), predicted(cfg))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_cpu_that_multiplies_in_fp32_keeps_no_more(make, monkeypatch, precision: str) -> None:
+    monkeypatch.setattr(accelerator, "multiplies_on_cpu", lambda dtype: False)
+    cfg = make(*ONE, f"train.precision={precision}", "train.loss_scale=64" if precision == "fp16" else "fp8.recipe=off")
+    train.run(cfg)
+    found, want = counted(cfg), predicted(cfg)
+    assert {kind: found[kind] for kind in STILL} == {kind: want.kinds[kind] for kind in STILL}
+    assert 0 < found["activations"] <= 1.05 * want.kinds["activations"]
 
 
 def test_fp16_takes_the_bytes_of_bf16(make) -> None:
