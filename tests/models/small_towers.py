@@ -18,8 +18,6 @@ from transformers import (
 )
 
 SIDE, PATCH = 16, 4
-
-
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -27,14 +25,8 @@ SMALL = {
     "num_attention_heads": 4,
     "patch_size": PATCH,
 }
-
-
 SQUARE = {"height": SIDE, "width": SIDE}
-
-
 CROP = {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE}
-
-
 TOWERS: dict[str, tuple[type[PreTrainedModel], object, dict[str, object]]] = {
     "clip": (
         CLIPVisionModel,
