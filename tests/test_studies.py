@@ -236,7 +236,8 @@ def test_units_are_trained_once_and_failures_are_findings(tmp_path: Path, monkey
     whole = found["whole-blockwise-seed-1"]
     assert whole.held.keys() == {"own", "high", "averaged_own", "averaged_high"} and whole.cpu_seconds > 0
     assert whole.held["own"] != whole.held["high"] and whole.held["own"] != whole.held["averaged_own"]
-    assert found["wild"].failure or found["wild"].held["own"] > 2 * whole.held["own"]
+    # Its loss explodes, and after that it may return by chance: the next steps say nothing.
+    assert found["wild"].failure or max(found["wild"].losses) > 100 * max(whole.losses)
     # What is trained is read; what is missing, and that alone, would be trained, were there hours left.
     shutil.rmtree(tmp_path / "units" / "whole-blockwise-seed-1")
     again = units.train_all(tmp_path, planned, 1, 0.0, told.append)

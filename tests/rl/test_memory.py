@@ -63,7 +63,7 @@ def assert_matches(measured: dict[str, int], prediction: Footprint) -> None:
     assert counted == pytest.approx(prediction.update - prediction.kinds["workspace"], rel=0.05)
 
 
-@pytest.mark.usefixtures("seen")
+@pytest.mark.usefixtures("seen", "torch_products")
 @pytest.mark.parametrize(
     "overrides",
     [

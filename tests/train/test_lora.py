@@ -191,7 +191,7 @@ def test_freezing_a_frozen_base_is_noted(make):
         planning.plan_for(make(*LORA, "model.freeze=['**.nothing']"))
 
 
-@pytest.mark.usefixtures("seen")
+@pytest.mark.usefixtures("seen", "torch_products")
 @pytest.mark.parametrize(
     "overrides",
     [

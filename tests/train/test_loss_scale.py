@@ -286,6 +286,7 @@ def test_a_fixed_scale_learns_what_a_dynamic_one_learns(text):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("torch_products")
 def test_fp16_trains_near_fp32_and_is_evaluated_in_fp16(make, monkeypatch):
     """With images, and evaluated from its directory as it computed: the same loss to the last bit."""
     over, seen = ("train.steps=4", "train.warmup=0"), set[torch.dtype]()

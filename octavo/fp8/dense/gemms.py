@@ -386,12 +386,13 @@ def high_addmm(start: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> Tensor:
 
 
 def stock_forward(stock: type[nn.Module], module: nn.Module, x: object) -> Tensor | None:
-    """Return the output of a linear layer, or of a convolution over single patches, as one product; None for other
-    modules and inputs, whose own forward is as good. ``stock`` is the class whose forward is replaced: a class derived
-    from torch's may compute something else.
+    """Return the output of a linear layer, or of a convolution over single patches, as one product in fp32; None for
+    other modules and inputs, whose own forward is as good. ``stock`` is the class whose forward is replaced: a class
+    derived from torch's may compute something else.
 
     A patch embedding that gets its patches cut, x [patches, C, *kernel], is a product of rows with the flattened
-    weight. torch's convolution computes the same by a slower way, above all its gradient.
+    weight. Where products have their own instructions it stays a convolution, whose sums for a patch do not depend on
+    how many there are, and have the bits of the stock model.
     """
     if stock not in (nn.Linear, nn.Conv2d, nn.Conv3d):
         return None
@@ -406,8 +407,10 @@ def stock_forward(stock: type[nn.Module], module: nn.Module, x: object) -> Tenso
     assert isinstance(module, nn.Conv2d | nn.Conv3d)
     if not _is_one_patch(module, x):
         return None
-    ones = [1] * (x.dim() - 2)
-    return high_linear(x.flatten(1), weight.flatten(1), bias).view(x.shape[0], -1, *ones)
+    rows, matrix = x.flatten(1), weight.flatten(1)
+    if not is_computed_in_fp32(rows, matrix, compute_dtype(x)):
+        return None
+    return high_linear(rows, matrix, bias).view(x.shape[0], -1, *[1] * (x.dim() - 2))
 
 
 def _is_one_patch(conv: nn.Conv2d | nn.Conv3d, x: Tensor) -> bool:
