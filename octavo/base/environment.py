@@ -215,6 +215,7 @@ def _torch() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if accelerator.cuda_version() else None,
         "nccl": None if device is None else accelerator.nccl_version(device),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cpu_bf16": accelerator.multiplies_on_cpu(torch.bfloat16),  # has instructions for products
     }
 
 

@@ -36,7 +36,10 @@ def devices(record: dict[str, Any]) -> list[Check]:
     """Check CPU, memory and GPUs, from the record of :func:`octavo.base.environment.describe`."""
     cpu, memory = record.get("cpu") or {}, record.get("memory_bytes")
     size = f", {format_bytes(memory, binary=True)} of memory" if memory else ""
-    checks = [Check("devices", "cpu", OK, f"{cpu.get('model', 'unknown')}, {cpu.get('usable_cores')} cores{size}")]
+    description = f"{cpu.get('model', 'unknown')}, {cpu.get('usable_cores')} cores{size}"
+    if (record.get("torch") or {}).get("cpu_bf16") is False:
+        description += ", no BF16 instructions (computed in fp32)"
+    checks = [Check("devices", "cpu", OK, description)]
     others = other_vendors.vendor_checks(record)
     if other_vendors.kind_of(record) is not None:
         return checks + others

@@ -204,6 +204,8 @@ def test_devices_and_missing_gpus():
     cpu, gpu = machine.devices(record())
     assert cpu.found == "x, 2 cores, 8 GiB of memory"
     assert (gpu.status, gpu.found) == (ABSENT, "none")
+    cpu, _ = machine.devices(record(torch={"cpu_bf16": False}))
+    assert cpu.found.endswith("memory, no BF16 instructions (computed in fp32)")
     _, gpu = machine.devices(record(driver="580.1", torch={"version": "2.13+cpu", "cuda_build": None}))
     assert gpu.status == WARN and "torch 2.13+cpu is built without CUDA" in gpu.found
     _, gpu = machine.devices(record(driver="580.1", torch={"cuda_build": "13.0"}, unread={"gpus": "RuntimeError: no"}))

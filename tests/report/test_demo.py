@@ -146,7 +146,7 @@ def test_last_lines_begin_with_the_result(interview: DemoAnswers, tmp_path: Path
     lines = demo.summary(verdict(status, others=(cold,)), interview, tmp_path, 151.0)
     assert lines[0].startswith(begins) and len(lines) <= 12
     assert status == "undecided" or "margin 3.2)" in lines[0]
-    assert lines[1] == "All 1 planned layers ran in FP8: 1,500 GEMMs counted."
+    assert lines[1] == "All 1 planned layers ran in FP8: 1,500 GEMMs counted in its first step."
     assert "takes 31.0 MiB, 100.0 in fp32." in lines[2] and lines[3].startswith("WARN: Cosine of weight gradients: low")
     text = "\n".join(lines)
     assert "First? 7, Second? (nothing) (1 of 2 right)" in text and "speed needs a GPU" in text

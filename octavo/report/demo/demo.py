@@ -145,7 +145,7 @@ def summary(
 def _describe_gemms(fp8: RunData) -> str:
     """Return the sentence about the FP8 GEMMs of a run in which every planned one was counted."""
     recipes = [row["recipe"] for row in fp8["plan"]["rows"] if row["recipe"] is not None]
-    counted = f"{fp8['proof'].get('fp8_gemms', 0):,} GEMMs counted."
+    counted = f"{fp8['proof'].get('fp8_gemms', 0):,} GEMMs counted in its first step."
     if any(recipe.get("fwd") == "bf16" for recipe in recipes):
         return f"All {len(recipes)} planned layers computed gradients in FP8, and the forward in BF16: {counted}"
     return f"All {len(recipes)} planned layers ran in FP8: {counted}"
