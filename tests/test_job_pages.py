@@ -22,7 +22,8 @@ JOBS = {
 TITLED = re.compile(r'^```(\w+) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 DATA = ("digits", "text")  # commands that write data sets
 #: few steps: that the file trains is shown, not what it learns
-SHORTER = {"train": ["train.steps=2", "train.warmup=0"]}
+SHORTER = ["train.steps=2", "train.warmup=0"]
+SHORTER_STAGES = ["train.stages.0.steps=2", "train.stages.1.steps=2", "train.warmup=0"]
 
 
 def page(job: str) -> str:
@@ -87,10 +88,11 @@ def test_the_commands_of_a_page_run(job: str, data_sets: Path, tmp_path: Path, m
     config, typed = write(job, tmp_path)
     for name in DATA:
         (tmp_path / name).symlink_to(data_sets / name)
+    cfg = load_config(config)
     for words in typed:
-        shorter = [] if job == "rl" else SHORTER.get(words[0], [])
+        shorter = (SHORTER_STAGES if cfg.train.stages else SHORTER) if words[0] == "train" and job != "rl" else []
         assert main([*words, *shorter]) == 0, words
-    run = tmp_path / load_config(config).run.dir
+    run = tmp_path / cfg.run.dir
     assert (run / "proof.json").is_file()
     if job == "rl":  # the page says what its ten steps do
         rewards = [json.loads(line)["reward"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -18,6 +18,7 @@ from octavo.base.encryption.key import buffer_key_file
 from octavo.base.safe_read import printable
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
+from octavo.config.sections.data import DataSection, Dataset
 from octavo.config.sections.names import Format, RecipeName, canonical_name
 from octavo.config.sections.text_types import absent_rows_text, is_url, python_name
 from octavo.config.yaml.problems import describe_value
@@ -153,11 +154,8 @@ def missing_files(cfg: Config, file: str | None, in_memory: Collection[str] = ()
     model, parts = cfg.model.path, (("image_encoder", cfg.model.image_encoder), ("foundation", cfg.model.foundation))
     folders = [(f"model.{name}.path", part.path) for name, part in parts if part is not None] or [("model.path", model)]
     absent = [(key, path, "folder") for key, path in folders if not Path(path).is_dir() and not hub.is_name(path)]
-    named_files = [
-        (f"data.{split}.{n}", entry) for split in ("train", "eval") for n, entry in enumerate(getattr(cfg.data, split))
-    ]
     elsewhere = []
-    for key, entry in named_files:
+    for key, entry in _data_sets(cfg):
         if python_name(entry.path) is not None and entry.path not in in_memory:
             elsewhere.append(f"{key}.path: {absent_rows_text(entry.path)}")
         is_remote = hub.is_name(entry.path) or is_url(entry.path) or python_name(entry.path) is not None
@@ -168,6 +166,17 @@ def missing_files(cfg: Config, file: str | None, in_memory: Collection[str] = ()
     if Path(model).is_dir() and not (Path(model) / "config.json").exists():
         missing.insert(0, f"model.path: {model} is not a model folder: {_why_no_model(Path(model))}")
     return missing
+
+
+def _data_sets(cfg: Config) -> Iterator[tuple[str, Dataset]]:
+    """Yield every data set with its key: of the run, and of the stages that have their own."""
+    stages: list[tuple[str, DataSection]] = [
+        (f"train.stages.{n}.data", stage.data) for n, stage in enumerate(cfg.train.stages) if stage.data is not None
+    ]
+    for split in ("train", "eval"):
+        chosen = [(key, data) for key, data in stages if split in data.model_fields_set]
+        for key, data in chosen or [("data", cfg.data)]:
+            yield from ((f"{key}.{split}.{n}", one) for n, one in enumerate(getattr(data, split)))
 
 
 def _why_no_model(folder: Path) -> str:

@@ -32,9 +32,10 @@ if TYPE_CHECKING:  # commands import torch only when they need it
     from torch import nn
 
     from octavo.fp8 import Plan
-from octavo.base.wording import nearest
+from octavo.base.wording import count_noun, nearest
 from octavo.config import Config, load_config
 from octavo.config.sections.rl import BEYOND_SFT
+from octavo.config.stages import stage_configs
 from octavo.config.yaml.problems import describe_value
 
 
@@ -87,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="propose the fastest settings that fit in this much memory; key=value settings are kept",
     )
+    parser.add_argument(
+        "--stage", metavar="N", type=arguments.positive, help="plan this stage of train.stages (default: the last)"
+    )
     parser.add_argument("--save", metavar="FILE", help="write the plan to an editable file for fp8.plan")
     arguments.add_json(parser)
 
@@ -116,7 +120,7 @@ def _check_options(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> int:
     _check_options(args)
     args.overrides.extend(f"parallel.{pair}" for pair in args.parallel)
-    cfg = _config(args)
+    cfg = _stage(_config(args), args)
     if args.measure and cfg.fp8.plan is not None:
         raise arguments.UsageError(
             f"--measure creates a plan, but the configuration uses the plan of {cfg.fp8.plan}; remove one of them "
@@ -289,6 +293,18 @@ _TRAIN_HINT = (
     "octavo train uses the configured recipe; to use this plan, save it (--save FILE, then fp8.plan: FILE), or set "
     "fp8.recipe: auto"
 )
+
+
+def _stage(cfg: Config, args: argparse.Namespace) -> Config:
+    """Return the configuration of the stage to plan."""
+    configs = stage_configs(cfg)
+    number = args.stage or len(configs)
+    if number > len(configs) or (args.stage is not None and not cfg.train.stages):
+        stages = count_noun(len(cfg.train.stages), "stage") if cfg.train.stages else "no train.stages"
+        raise arguments.UsageError(f"--stage {number}: the configuration has {stages}")
+    if cfg.train.stages and args.stage is None:
+        terminal.note(f"note: this is stage {number} of {number}; --stage plans another")
+    return configs[number - 1]
 
 
 def _config(args: argparse.Namespace) -> Any:

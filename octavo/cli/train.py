@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     result = rl.run(cfg, console=console, describe_plan=plan_printer(args.verbose, page.expect), watchers=[page])
     if os.environ.get("RANK", "0") == "0":  # under torchrun only rank 0 prints
         if args.json:
-            terminal.show_json(dataclasses.asdict(result))
+            terminal.show_json(result.to_json())
         else:
             print_result(result, cfg.train.phase)
             print_next_steps(result, cfg, args)

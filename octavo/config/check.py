@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from octavo.config.config import Config
+from octavo.config.config import Config, check_rules
 from octavo.config.error_texts import describe_error, is_written_elsewhere, meant_key
 from octavo.config.merge import Tree
 from octavo.config.rules import general
@@ -57,10 +57,11 @@ def to_config(tree: Tree) -> Config:
         config = None if num_unlisted else _without_wrong_values(tree.value, wrong_paths)
     if config is not None:
         extends_failed = any(problem.key == "extends" for problem in problems)
-        for finding in general.check(config):
+        for finding in check_rules(config):
             # A key that is absent because `extends` failed, or has another trainer's name, is not a second problem.
             named = {dotted(path) for path in (finding.path, *finding.needs)} & set(translated.values())
-            if finding.reason == general.ABSENT and (extends_failed or named):
+            in_stage = any(path[:2] == ("train", "stages") for path in wrong_paths)  # which may have had it
+            if finding.reason == general.ABSENT and (extends_failed or named or in_stage):
                 continue
             if dotted(finding.path) not in unread and not any(
                 _overlaps(path, b) for path in (finding.path, *finding.needs) for b in wrong_paths

@@ -9,10 +9,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationInfo, model_validator
 
 from octavo.base.recipe_specs import CURRENT_SCALING, DEFAULT_RECIPE
-from octavo.config.rules.general import check
+from octavo.config.rules import general
+from octavo.config.rules.findings import Finding
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.model import for_foundation
 from octavo.config.sections.names import COMPONENTS, FROZEN, canonical_name, frozen_word
+from octavo.config.stages import check_stages, with_last_stage
 from octavo.config.yaml.document import Path
 
 #: preset -> the keys that it sets; the recipe of the head follows from the language model's. Logits stay in high
@@ -34,16 +36,26 @@ class Config(Sections):
     @model_validator(mode="before")
     @classmethod
     def _fill_recipes(cls, data: Any) -> Any:
-        return with_preset(with_recipes(data))
+        return with_preset(with_recipes(with_last_stage(data) if _has_stages(data) else data))
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Config:
         # The loader checks the rules itself, to report lines. For a Config built in Python they are checked here.
         if not (info.context and info.context.get("rules") == "later"):
-            findings = [f"{'.'.join(map(str, f.path))}: {f.reason}; {f.fix}" for f in check(self)]
+            findings = [f"{'.'.join(map(str, f.path))}: {f.reason}; {f.fix}" for f in check_rules(self)]
             if findings:
                 raise ValueError("\n".join(findings))
         return self
+
+
+def check_rules(config: Sections) -> list[Finding]:
+    """Return the findings of all rules that a configuration, or one of its stages, breaks."""
+    return check_stages(config) if config.train.stages else general.check(config)
+
+
+def _has_stages(data: object) -> bool:
+    train = _raw(data.get("train")) if isinstance(data, Mapping) else None
+    return isinstance(train, Mapping) and bool(train.get("stages"))
 
 
 def with_recipes(data: Any) -> Any:

@@ -8,11 +8,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from octavo.config import stages
 from octavo.config.check import to_config
 from octavo.config.config import PRESETS, Config, missing_settings, whole_model_recipe, with_recipes
 from octavo.config.merge import Tree, apply_override, read_file, read_mapping, read_string
 from octavo.config.sections.names import RecipeName, canonical_name
-from octavo.config.yaml.problems import ConfigError, Place, Problem, describe_value
+from octavo.config.yaml.problems import ConfigError, Place, Problem, describe_value, dotted
 
 _FP8 = tuple(name for name in typing.get_args(RecipeName) if name != "off")
 
@@ -77,6 +78,7 @@ def load_tree(tree: Tree, overrides: Sequence[str] = (), whole: bool = False) ->
         apply_override(tree, text)
     _resolve_plan_override(tree)
     _resolve_length_override(tree)
+    _refuse_override_of_stages(tree)
     fp8 = tree.value.get("fp8")
     if whole and isinstance(fp8, dict) and fp8.get("plan") is None:
         fp8.setdefault("recipe", whole_model_recipe(tree.value))
@@ -120,3 +122,13 @@ def _resolve_length_override(tree: Tree) -> None:
     later = {key: tree.place(("train", key)).source in tree.overrides for key in ("steps", "epochs")}
     if later["steps"] != later["epochs"]:
         del train["epochs" if later["steps"] else "steps"]
+
+
+def _refuse_override_of_stages(tree: Tree) -> None:
+    """Report overrides of settings that every stage has: they would change nothing."""
+    train = tree.value.get("train")
+    for path in stages.overridden(tree.value) if isinstance(train, dict) and train.get("stages") else ():
+        if (place := tree.place(path)).source in tree.overrides:
+            key = "freeze" if path[0] == "model" else dotted(path if path[0] == "data" else path[1:])
+            reason = "it has no effect, because each stage of train.stages has its own"
+            tree.problem(place, dotted(path), reason, f"set train.stages.0.{key}, and so on")

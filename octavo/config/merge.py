@@ -212,6 +212,8 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
         return {key: _absolute(child, (*path, key), folder) for key, child in value.items()}
     if isinstance(value, list):
         return [_absolute(child, (*path, index), folder) for index, child in enumerate(value)]
+    if path[:2] == ("train", "stages"):  # a stage has keys of `data`
+        path = path[3:]
     is_twin = path in (("model", "fp8_twin"), ("model", "fp8_twin", "name"))
     if is_twin and isinstance(value, str) and is_name(split_revision(value)[0], folder):
         return value

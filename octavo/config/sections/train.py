@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 from pydantic_core import PydanticCustomError
 
+from octavo.config.sections.data import DataSection, Dataset
 from octavo.config.sections.names import FROM_LIST, Section
+from octavo.config.sections.text_types import Text
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -51,8 +53,8 @@ Gc = Annotated[
 ]
 
 
-class TrainSection(Section):
-    """The training step: length, batch, learning rate, loss and memory."""
+class _StepSection(Section):
+    """Length, batch, learning rate, loss and memory of training, or of one stage of it."""
 
     phase: Literal["pretrain", "sft", "preference", "rl"] = Field(
         default="sft",
@@ -181,6 +183,46 @@ class TrainSection(Section):
         """``steps`` of a configuration whose ``epochs`` were resolved (:mod:`octavo.train.setup.resolve_config`)."""
         assert self.steps is not None, "epochs were not resolved to steps"
         return self.steps
+
+
+class StageData(DataSection):
+    """What a stage reads otherwise than the run: any keys of ``data``."""
+
+    train: Annotated[tuple[Dataset, ...], FROM_LIST] = Field(
+        default=(), min_length=1, description="Data sets to train on."
+    )
+
+    @model_serializer(mode="wrap")
+    def _only_set(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return {key: value for key, value in dump(self).items() if key in self.model_fields_set}
+
+
+class StageSection(_StepSection):
+    """A stage: any keys of ``train`` that differ from the run's, and what it freezes and reads."""
+
+    freeze: Annotated[tuple[Text, ...], FROM_LIST] = Field(
+        default=(), description="Parts that are not trained in this stage, as in model.freeze."
+    )
+    data: StageData | None = Field(
+        default=None, description="What this stage reads otherwise than the run: any keys of `data`."
+    )
+
+    @model_serializer(mode="wrap")
+    def _only_set(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return {key: value for key, value in dump(self).items() if key in self.model_fields_set}
+
+
+class TrainSection(_StepSection):
+    """The training step: length, batch, learning rate, loss and memory."""
+
+    stages: Annotated[tuple[StageSection, ...], FROM_LIST] = Field(
+        default=(),
+        max_length=100,
+        description="Stages that are trained one after the other, each from the weights of the one before, with a new "
+        "optimizer and schedule: a list of mappings with any keys of `train` (steps, lr, ...), `freeze` (instead of "
+        "model.freeze) and `data` (any keys of `data`). Keys that a stage lacks are the run's. "
+        "run.resume: auto continues in the stage that was interrupted.",
+    )
 
 
 class OptimizerSection(Section):

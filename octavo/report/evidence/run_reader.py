@@ -17,6 +17,7 @@ import numpy as np
 
 from octavo.base import safe_read
 from octavo.base.safe_read import COUNT, FINITE, NUMBER, TEXT, ValueCheck
+from octavo.config import stage_folders
 
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
 #: what rows of phases rl and preference have in addition
@@ -219,8 +220,12 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 def read_rows(directory: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over the rows of metrics.jsonl. Raises ReportError, with the line number, for an invalid row."""
-    return _read_json_lines(directory / "metrics.jsonl", _ROW)
+    """Iterate over the rows of metrics.jsonl that belong to the run or the stage in the directory. Raises ReportError,
+    with the line number, for an invalid row."""
+    stage = stage_folders.stage_of(directory)
+    for row in _read_json_lines(stage_folders.metrics_file(directory), _ROW):
+        if stage is None or row.get("stage", stage) == stage:
+            yield row
 
 
 def _read_json_lines(path: Path, form: Any) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config import Config
+from octavo.config.stages import stage_configs
 from octavo.report.evidence.claims import ACCURACY_MARGIN, LOSS_MARGIN, HeldOut
 from octavo.report.evidence.power import Estimate
 
@@ -37,6 +38,11 @@ class Run:
     def steps(self) -> int:
         """The number of steps that this run trains itself."""
         return self.cfg.train.total_steps - self.begins
+
+    @property
+    def all_steps(self) -> int:
+        """The number of steps that are trained for this run, with its earlier stages. Stages of `epochs` count as 0."""
+        return sum(stage.train.steps or 0 for stage in stage_configs(self.cfg)) - self.begins
 
     @property
     def may_fail(self) -> bool:

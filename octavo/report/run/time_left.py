@@ -50,6 +50,7 @@ def count_steps(run: Run) -> int:
         return 0
     if not rows:
         return 0
-    with suppress(ValueError, KeyError, TypeError):  # a damaged row is reported when the run is read
-        return max(0, int(json.loads(rows.rpartition(b"\n")[2])["step"]) - run.begins)
+    with suppress(ValueError, KeyError, TypeError, AttributeError):  # a damaged row is reported when the run is read
+        row = json.loads(rows.rpartition(b"\n")[2])
+        return max(0, int(row.get("total_step", row["step"])) - run.begins)
     return 0

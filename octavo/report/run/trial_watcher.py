@@ -9,6 +9,7 @@ from octavo import train
 from octavo.base.wording import count_noun, format_time
 from octavo.report.evidence.trial_spec import Run
 from octavo.report.run.time_left import TimeLeft, count_steps
+from octavo.train.callbacks.metrics import MetricsFile
 
 
 class TrialWatcher(train.Callback):
@@ -18,11 +19,11 @@ class TrialWatcher(train.Callback):
     """
 
     def __init__(self, runs: Sequence[Run], ended: set[int], clock: Callable[[], float] = time.monotonic) -> None:
-        self._left = TimeLeft([run.steps for run in runs], jobs=1)
+        self._left = TimeLeft([run.all_steps for run in runs], jobs=1)
         self._begins = [run.begins for run in runs]
         self._done = [count_steps(run) for run in runs]
         self._left.update(self._done, clock(), ended)
-        self.ended, self._number, self._clock = ended, 0, clock
+        self.ended, self._number, self._before, self._clock = ended, 0, 0, clock
 
     def __str__(self) -> str:
         return "the time left"
@@ -31,8 +32,11 @@ class TrialWatcher(train.Callback):
         """Set the number of the run that trains next, from 0."""
         self._number = number
 
+    def begin(self, run: train.Run) -> None:
+        self._before = MetricsFile.of(run.directory).before  # steps of earlier stages
+
     def after_step(self, run: train.Run, step: train.Step) -> None:
-        self._done[self._number] = step.number - self._begins[self._number]
+        self._done[self._number] = self._before + step.number - self._begins[self._number]
         seconds = self._left.update(self._done, self._clock(), self.ended)
         waiting = len(self._done) - len(self.ended) - 1
         if seconds is not None:

@@ -166,7 +166,7 @@ class _Progress:
 
     def __init__(self, runs: Sequence[Run], console: Any, jobs: int = 1) -> None:
         self.runs, self.console = runs, console
-        self.left = TimeLeft([run.steps for run in runs], jobs)
+        self.left = TimeLeft([run.all_steps for run in runs], jobs)
         self.ended: set[int] = set()
         self._bars: Any = None
         self._last = time.monotonic()

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import atomic_write, safe_read
-from octavo.config import Config, load_config
+from octavo.config import Config, load_config, stage_folders
+from octavo.config.stages import run_configs
 from octavo.report.evidence.run_reader import ReportError, RunRecord, read
 from octavo.report.evidence.trial_spec import Run
 
@@ -20,7 +21,7 @@ from octavo.report.evidence.trial_spec import Run
 def delete_trial(directory: Path) -> None:
     """Delete the runs and the report of an earlier trial; only folders that a trial created are touched."""
     for folder in sorted((directory / "arms").glob("*")):
-        if (folder / "config.yaml").is_file():
+        if (folder / "config.yaml").is_file() or stage_folders.config_file(folder).is_file():
             shutil.rmtree(folder)
     if (directory / "held-out" / "before.json").is_file():
         shutil.rmtree(directory / "held-out")
@@ -36,7 +37,7 @@ def check_reusable(run: Run) -> None:
     saved = directory / "config.yaml"
     if not saved.is_file():
         return
-    differ = _differences(comparable_settings(load_config(saved)), comparable_settings(run.cfg))
+    differ = _differences(comparable_settings(load_config(saved)), comparable_settings(run_configs(run.cfg)[-1]))
     if differ:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in differ[:5])
         raise ReportError(

@@ -105,6 +105,7 @@ def _fork_run(reference: Run, fp8: Run | None, cfg: Config, number: int, directo
         update={
             "run": cfg.run.model_copy(update=bare | {"milestones": (), "save_every": 0, "keep": 1, "log_every": 1}),
             "data": cfg.data.model_copy(update={"eval": ()}),
+            "train": cfg.train.model_copy(update={"stages": ()}),  # a fork continues the last stage
         }
     )
     name, label = ("high-precision", HIGH) if fp8 is None else (fp8.name, fp8.label)

@@ -36,7 +36,7 @@ from octavo.base.safe_read import first_line
 from octavo.base.wording import typing_error
 from octavo.config import Config
 from octavo.config.yaml.problems import describe_value
-from octavo.train.callbacks.metrics import MetricsLog
+from octavo.train.callbacks.metrics import MetricsFile, MetricsLog
 from octavo.train.callbacks.progress import Display
 from octavo.train.callbacks.result import RunResult
 from octavo.train.callbacks.signals import StopRequest
@@ -285,7 +285,7 @@ class Run:
         """Drop the row of the last step, which will be written again."""
         if self.log is not None:
             self.log.close()
-            run_dir.truncate_metrics(self.directory / run_dir.METRICS, self.step - 1)
+            MetricsFile.of(self.directory).truncate(self.step - 1)
             self.log = MetricsLog(self.directory, self.cfg.run.tensorboard, self.first, self.job.phase.tensorboard)
 
     def notify(self, event: str, *args: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.train.run_dir import run_dir
+from octavo.train.callbacks.metrics import MetricsFile
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class RunResult:
     overflowed    steps that were not applied because gradients overflowed FP16, which lowered the loss scale
     seconds  of training in all sessions of the run
     signal   that stopped it; None if a callback did
+    late_stop    the signal, or 0 for a callback, that asked to stop while the run finished; only in this process
     """
 
     dir: Path
@@ -45,6 +46,7 @@ class RunResult:
     overflowed: int = 0
     seconds: float = 0.0
     signal: int | None = None
+    late_stop: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -53,8 +55,9 @@ class RunResult:
 
     def losses(self) -> dict[int, float]:
         """Step -> loss, from metrics.jsonl."""
-        rows = run_dir.read_rows(self.dir / run_dir.METRICS)
-        return {row["step"]: row["loss"] for row in rows if "loss" in row}
+        return {row["step"]: row["loss"] for row in MetricsFile.of(self.dir).read() if "loss" in row}
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "dir": str(self.dir)}
+        values = {**asdict(self), "dir": str(self.dir)}
+        del values["late_stop"]
+        return values

@@ -36,7 +36,7 @@ from octavo.train.callbacks.evaluation_and_health import (
 )
 from octavo.train.callbacks.fp8_gain import SpeedupMeasurement
 from octavo.train.callbacks.garbage_collection import GarbageCollection, gc_settings
-from octavo.train.callbacks.metrics import MetricsLog
+from octavo.train.callbacks.metrics import MetricsFile, MetricsLog
 from octavo.train.callbacks.progress import Display
 from octavo.train.callbacks.result import RunResult
 from octavo.train.callbacks.signals import StopRequest
@@ -94,6 +94,8 @@ def run(
     Raises: TrainError and the errors of lower-level packages. An error on only one rank ends its process; torchrun then
     ends the others.
     """
+    if cfg.train.stages:
+        raise TrainError("a configuration with train.stages is several runs: call octavo.run or octavo.rl.run")
     user_callbacks = callbacks if isinstance(callbacks, str) or not isinstance(callbacks, Iterable) else (*callbacks,)
     if user_callbacks != () and (problems := check_callbacks(user_callbacks)):
         raise TrainError("callbacks: " + "; ".join(f"{reason}; {remedy}" for reason, remedy in problems))
@@ -173,11 +175,13 @@ def _start_run(
     prints_plan = display.console is not None
     job = build.build(cfg, world, start, phase, display.log, describe_plan if prints_plan else lambda planned: ())
     run_dir.discard_later_files(start, world, display.log)
+    # After the checkpoints, because `auto` must never resume from one without metrics.
+    world.run_on_main(lambda: MetricsFile.of(start.directory).truncate(start.step))
     first = job.progress.step + 1
     if display.console is not None:
         job.stepper.on_progress = display.show_part
     log = MetricsLog(start.directory, cfg.run.tensorboard, first, phase.tensorboard) if world.is_main else None
-    rows = run_dir.read_rows(start.directory / run_dir.METRICS)
+    rows = MetricsFile.of(start.directory).read()
     evaluated = next((row for row in reversed(rows) if "eval" in row), None)
     return Run(
         job, display, request, first, log,
@@ -325,13 +329,15 @@ def _write(run: Run, step: Step) -> None:
 
 def _result(run: Run, stopped: bool) -> RunResult:
     base_record = None if stopped else write_outputs(run.job, run.say)
+    asked = max(run.world.gather_objects(run.request.signal or 0))
     result = RunResult(
         dir=run.directory, status="stopped" if stopped else "finished", steps=run.step,
         final={key: value for key, value in run.row.items() if key not in _OMIT_FROM_FINAL},
         eval=run.eval, eval_step=run.eval_step, health=run.job.progress.health, memory=run.memory,
         gain=run.gain, base=base_record, skipped=run.job.progress.skipped,
         overflowed=run.job.progress.overflowed, seconds=run.job.progress.seconds,
-        signal=max(run.world.gather_objects(run.request.signal or 0)) or None if stopped else None,
+        signal=asked or None if stopped else None,
+        late_stop=asked if (asked or run.stopping) and not stopped else None,
     )  # fmt: skip
     if stopped:
         how = "Continue with run.resume=auto"

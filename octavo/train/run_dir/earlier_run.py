@@ -12,8 +12,9 @@ import shutil
 from pathlib import Path
 
 from octavo import checkpoint
-from octavo.base import safe_read
+from octavo.base import safe_read, target_folder
 from octavo.base.wording import count_noun
+from octavo.config import stage_folders
 from octavo.config.yaml.document import read_text
 from octavo.train.errors import TrainError
 from octavo.train.run_dir.file_names import (
@@ -84,11 +85,12 @@ def move_aside(directory: Path) -> str | None:
     """Move the files of a run without a checkpoint to a new `previous_N/` in its directory, and return a sentence that
     says so; None if there are none. Its configuration is copied, and the caller replaces it. Raises TrainError if they
     cannot be moved."""
+    shared = () if stage_folders.stage_of(directory) is None else (METRICS,)  # it has the rows of earlier stages
     # Figures of the reference are used again if they belong to the new run, which checks that.
     names = sorted(
         entry.name
         for entry in directory.iterdir()
-        if is_written_by_run(entry.name) and not entry.name.startswith(REFERENCE)
+        if is_written_by_run(entry.name) and not entry.name.startswith(REFERENCE) and entry.name not in shared
     )
     names.sort(key=lambda name: name == ENVIRONMENT)  # last, so that an interrupted move leaves what a run left
     if not names:
@@ -113,3 +115,15 @@ def move_aside(directory: Path) -> str | None:
         f"{directory} contains a run without a checkpoint: its {count_noun(len(names), 'file')} moved to "
         f"{target.name}/, and the run starts from the beginning"
     )
+
+
+def refuse_foreign_directory(directory: Path) -> None:
+    """Raise TrainError if a directory holds files that no run wrote, or cannot be written to."""
+    target_folder.check_target(directory, TrainError)
+    if names := [entry.name for entry in directory.iterdir() if entry.name[0] != "."] if directory.is_dir() else []:
+        check_written_by_run(directory, sorted(names))
+
+
+def continues_stage(start: str, directory: Path) -> bool:
+    """Return whether a run in the directory that starts from ``start`` is the last of the stages there."""
+    return Path(start).absolute() in (folder.absolute() for folder in stage_folders.earlier_stages(directory)[-1:])

@@ -35,6 +35,7 @@ from octavo.train.run_dir import input_fingerprints
 LOCAL_KEYS = (
     # model.path has what the parts are composed to
     *("model.image_encoder*", "model.image_projector*", "model.foundation*"),
+    "train.stages*",  # each stage is compared as it begins
     *("model.fp8_twin*", "run.dir", "run.threads", "run.timeout", "run.tensorboard", "run.trackers*", "run.keep"),
     *("data.cache", "data.workers", "data.*.images", "data.*.fetch_gb", "rl.reward_timeout", "rl.show"),
     *("package.accelerate", "package.filelock", "package.fsspec", "package.huggingface-hub", "package.matplotlib"),

@@ -3,7 +3,7 @@
 config.yaml        the resolved configuration; can be rerun as is
 environment.json   machine, versions, the library that decoded images
 plan.json          written before any weight is read
-metrics.jsonl      a line per step
+metrics.jsonl      a line per step, of all stages
 proof.json         the counted GEMMs; in phase rl also evidence that steps train the policy that generated
 adapt.jsonl        precision changes of GEMMs, with fp8.adapt
 checks.jsonl       recomputed steps, with run.check_every; append-only, even if steps are repeated
@@ -17,6 +17,7 @@ hf/                safetensors for from_pretrained; with lora instead adapter/, 
 base.json          fingerprints of the frozen base, and that it did not change
 page.html          with page.png and memory.json, by octavo train; tensorboard/ has event files
 result.json        written when the run has finished
+stages/            with train.stages: their configuration, and the directories 1, 2, ... of all but the last
 previous_N/        files of an earlier run that ended before its first checkpoint
 .lock              held while a process trains here
 
@@ -38,6 +39,7 @@ from octavo.base.atomic_write import write_bytes, write_text
 from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
+from octavo.config.stage_folders import STAGES
 from octavo.fp8 import planning
 from octavo.fp8.planning import Schedule
 from octavo.fp8.proof import Prediction
@@ -193,6 +195,7 @@ def settings(cfg: Config) -> dict[str, Any]:
     for entry in (*values["data"]["train"], *values["data"]["eval"]):
         entry.pop("fetch_gb")
     values["train"].pop("gc")
+    values["train"].pop("stages")  # each is a run
     for key in () if cfg.train.compile else ("recompute", "offload_activations", "synchronize_per_layer"):
         values["train"].pop(key)
     for key in ("slots", "pages", "show", "reward_timeout") if values["rl"] else ():
@@ -243,11 +246,10 @@ def enter(
 
 
 def discard_later_files(start: Start, world: World, log: Callable[[str], None] = lambda text: None) -> None:
-    """Remove the result, checkpoints and metrics of steps after the step from which the run resumes.
+    """Remove the result, checkpoints and changes of precision after the step from which the run resumes.
 
     Unknown files in the checkpoint folders stay, and their names are logged. Called after the checkpoint was loaded, so
-    nothing is removed if it is unreadable. Checkpoints are removed before their metrics, because `auto` must never
-    resume from a checkpoint without metrics. Collective call.
+    nothing is removed if it is unreadable. Collective call.
     """
 
     def remove() -> None:
@@ -268,7 +270,6 @@ def discard_later_files(start: Start, world: World, log: Callable[[str], None] =
                     f"note: {place} contains entries that the run did not write and will not read or delete: "
                     f"{', '.join(others)}. An entry in the way of a save is renamed to NAME{checkpoint.MOVED_SUFFIX}"
                 )
-        truncate_metrics(start.directory / METRICS, start.step)
         truncate_metrics(start.directory / ADAPT, start.step)
 
     world.run_on_main(remove)
@@ -291,6 +292,9 @@ def _inspect(cfg: Config, directory: Path) -> dict[str, Any]:
         raise TrainError(f"run.dir {directory} is a file; name a directory that is new or empty")
     # A name with a dot is a temporary file of a run that was killed before it had a configuration.
     names = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
+    start = cfg.run.start_from
+    if CONFIG not in names and start is not None and earlier_run.continues_stage(start, directory):
+        names = [name for name in names if name not in (STAGES, METRICS)]
     resume = cfg.run.resume
     if resume not in ("never", "auto"):
         _check_checkpoint(Path(resume))
