@@ -68,17 +68,14 @@ def resolve_names(cfg: Any, log: Log) -> Any:
     return cfg.model_copy(update={"model": model, "data": data.model_copy(update=parts)})
 
 
-def model_folder(name: str, revision: str | None, kind: str | None, log: Log) -> Path:
+def model_folder(name: str, revision: str | None, kind: str | None, log: Log, key: str = "model.path") -> Path:
     """Return the folder of a model, or of its published FP8 twin with codes of `kind` (row, block, tensor; None
-    disables the search for a twin)."""
+    disables the search for a twin). `key` is the setting that names it."""
     kind_name = NAME_OF_KIND.get(kind or "", kind)
     sha, why = _resolve_sha(name, revision, "model")
     for twin_name in (name + ending for ending in FP8_SUFFIXES.get(kind or "", ()) if "fp8" not in name.lower()):
         if (twin := _find_fp8_model(twin_name, str(kind), sha is not None, log)) is not None:
-            log(
-                f"model.path {name}: {describe_revision(twin)} is taken, its published FP8 twin ({kind_name}, "
-                "load_in_fp8)"
-            )
+            log(f"{key} {name}: {describe_revision(twin)} is taken, its published FP8 twin ({kind_name}, load_in_fp8)")
             return twin
     if sha is not None:
         folder = _download(name, sha, revision)
@@ -90,7 +87,7 @@ def model_folder(name: str, revision: str | None, kind: str | None, log: Log) ->
     no_twin = (
         "" if kind is None else f"; no published FP8 twin of the kind {kind_name} was found{_searched(name, kind)}"
     )
-    log(f"model.path {name}: {describe_revision(folder)} is taken{no_twin}")
+    log(f"{key} {name}: {describe_revision(folder)} is taken{no_twin}")
     return folder
 
 

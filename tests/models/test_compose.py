@@ -368,6 +368,15 @@ def test_configuration_with_parts_composes_its_model_once(
         ({"image_projector": {"kind": "mlp3"}}, "model.image_projector.kind"),
         ({"revision": "main"}, "model.revision: a composed model is on no hub; remove it"),
         (
+            {"foundation": {"path": "rows.json", "revision": "v1"}},
+            "model.foundation.revision: has no effect on a",
+        ),
+        ({"image_encoder": {"path": "tower", "image_size": 15}}, "^octavo train: an image of 15 pixels cannot be cut"),
+        (
+            {"image_encoder": {"path": "tower", "feature_layer": 9}},
+            "model.image_encoder.feature_layer 9: .* has 3",
+        ),
+        (
             {"image_encoder": {"path": "rows.json", "imagesize": 3}},
             "image_encoder.imagesize: unknown key; did you mean",
         ),
@@ -376,6 +385,7 @@ def test_configuration_with_parts_composes_its_model_once(
 def test_wrong_parts_are_reported_with_their_key(
     model: dict[str, object], problem: str, tower, checkpoint, tmp_path: Path, capsys
 ) -> None:
+    (tmp_path / "tower").symlink_to(tower("clip"))
     file = parts_file(tmp_path, tower("clip"), checkpoint("qwen3"), **model)
     assert main(["train", str(file)]) == 2
     assert re.search(problem, capsys.readouterr().err)

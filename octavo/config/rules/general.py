@@ -77,9 +77,14 @@ def _model_parts(config: Sections) -> Iterator[Finding]:
         if name not in set_parts:
             reason = "required, but absent: a composed model has an image encoder and a foundation"
             yield finding(f"model.{name}", reason, f"add `{name}: {{path: FOLDER}}`", "model.image_projector")
-    for key, is_set in (("fp8_twin", model.fp8_twin), ("revision", model.revision)):
-        if is_set is not None:
-            yield finding(f"model.{key}", "a composed model is on no hub", "remove it", "model.foundation")
+    fixes = {"fp8_twin": "remove it", "revision": "remove it, or write it under the part that is on the hub"}
+    for key, fix in fixes.items():
+        if getattr(model, key) is not None:
+            yield finding(f"model.{key}", "a composed model is on no hub", fix, "model.foundation")
+    for name, part in parts.items():
+        if part is not None and part.revision is not None and not is_name(part.path):
+            key = f"model.{name}.revision"
+            yield finding(key, _NOT_ON_HUB, "remove it, or name a model of the hub (org/name)", f"model.{name}.path")
 
 
 def _init(config: Sections) -> Iterator[Finding]:

@@ -121,8 +121,11 @@ class ImageEncoderPart(Section):
     """The image encoder of a composed model."""
 
     path: FilePath = Field(
-        min_length=1, description="Folder of a CLIP, SigLIP, DINOv2 or Qwen-VL, relative to the configuration file."
+        min_length=1,
+        description="Folder of a CLIP, SigLIP, DINOv2 or Qwen-VL, relative to the configuration file, or a name on the "
+        "Hugging Face hub.",
     )
+    revision: Text | None = Field(default=None, description="Branch, tag or commit of a name on the hub.")
     image_size: int | None = Field(
         default=None,
         ge=1,
@@ -150,7 +153,12 @@ class ImageProjectorPart(Section):
 class FoundationPart(Section):
     """The decoder of a composed model."""
 
-    path: FilePath = Field(min_length=1, description="Folder of a language model, relative to the configuration file.")
+    path: FilePath = Field(
+        min_length=1,
+        description="Folder of a language model, relative to the configuration file, or a name on the Hugging Face "
+        "hub.",
+    )
+    revision: Text | None = Field(default=None, description="Branch, tag or commit of a name on the hub.")
     chat_template: FilePath | None = Field(
         default=None, description="File with a template that takes images. Absent: the decoder's, with images."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,20 @@ from filelock import FileLock
 
 from octavo.base import hub
 from octavo.config import Config
+from octavo.config.sections.model import FoundationPart, ImageEncoderPart
 from octavo.models.errors import ModelError
 
 DONE = "config.json"
+_KEYS = {
+    "--image-size": "model.image_encoder.image_size",
+    "--feature-layer": "model.image_encoder.feature_layer",
+    "--init-std": "model.image_projector.init_std",
+    "--projector": "model.image_projector.kind",
+    "--chat-template": "model.foundation.chat_template",
+    "--init": "model.image_encoder.init",
+}
+"""Option of `octavo compose` -> key of a configuration."""
+_OPTION = re.compile(r"--[a-z][a-z-]*")
 
 
 def compose_model(cfg: Config, log: Callable[[str], None]) -> None:
@@ -25,8 +37,8 @@ def compose_model(cfg: Config, log: Callable[[str], None]) -> None:
 
     projector = cfg.model.image_projector
     parts = Parts(
-        _folder(encoder.path, log),
-        _folder(foundation.path, log),
+        _folder("image_encoder", encoder, log),
+        _folder("foundation", foundation, log),
         image_size=encoder.image_size,
         feature_layer=encoder.feature_layer,
         chat_template=None if foundation.chat_template is None else Path(foundation.chat_template),
@@ -36,14 +48,17 @@ def compose_model(cfg: Config, log: Callable[[str], None]) -> None:
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(target.with_name(f"{target.name}.lock"))
-        with lock:
+        with FileLock(target.with_name(f".{target.name}.lock")):
             if not (target / DONE).is_file():
                 done = compose(parts, target, log)
                 log(f"model.path {target}: {done.why}; the projector is untrained")
     except OSError as error:
         raise ModelError(f"{target} cannot be written: {error.strerror}") from error
+    except ModelError as error:
+        raise ModelError(_OPTION.sub(lambda option: _KEYS.get(option[0], option[0]), str(error))) from error
 
 
-def _folder(path: str, log: Callable[[str], None]) -> Path:
-    return hub.model_folder(path, None, None, log) if hub.is_name(path) else Path(path)
+def _folder(name: str, part: ImageEncoderPart | FoundationPart, log: Callable[[str], None]) -> Path:
+    if not hub.is_name(part.path):
+        return Path(part.path)
+    return hub.model_folder(part.path, part.revision, None, log, f"model.{name}.path")
