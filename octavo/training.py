@@ -148,6 +148,12 @@ def _name_rows(tree: Tree, argument: str, key: str, rows: object) -> None:
 
     if (why := python_rows.check_rows(rows, argument)) is not None:
         tree.problem(Place(argument), "", why)
+    train = tree.value.get("train")  # the rows would not be read by a stage with data
+    for number, stage in enumerate(train.get("stages") or () if isinstance(train, dict) else ()):
+        if isinstance(stage, dict) and isinstance(stage.get("data"), dict) and key in stage["data"]:
+            named = f"train.stages.{number}.data.{key}"
+            reason = f"names other data, and {argument} is given"
+            tree.problem(tree.place(("train", "stages", number)), named, reason, "remove one of them")
     if path in paths:
         return
     if entries:

@@ -36,7 +36,8 @@ class Config(Sections):
     @model_validator(mode="before")
     @classmethod
     def _fill_recipes(cls, data: Any) -> Any:
-        return with_preset(with_recipes(with_last_stage(data) if _has_stages(data) else data))
+        data = with_preset(with_recipes(data))
+        return with_last_stage(data) if _has_stages(data) else data
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Config:

@@ -11,7 +11,7 @@ from pathlib import Path
 from octavo.config import stages
 from octavo.config.check import to_config
 from octavo.config.config import PRESETS, Config, missing_settings, whole_model_recipe, with_recipes
-from octavo.config.merge import Tree, apply_override, read_file, read_mapping, read_string
+from octavo.config.merge import Tree, apply_override, display_path, read_file, read_mapping, read_string
 from octavo.config.sections.names import RecipeName, canonical_name
 from octavo.config.yaml.problems import ConfigError, Place, Problem, describe_value, dotted
 
@@ -125,10 +125,17 @@ def _resolve_length_override(tree: Tree) -> None:
 
 
 def _refuse_override_of_stages(tree: Tree) -> None:
-    """Report overrides of settings that every stage has: they would change nothing."""
+    """Report common settings that were written after the stages and change nothing, because each stage has another
+    value: overrides, and keys of a file that extends the one with the stages."""
     train = tree.value.get("train")
-    for path in stages.overridden(tree.value) if isinstance(train, dict) and train.get("stages") else ():
-        if (place := tree.place(path)).source in tree.overrides:
+    if not isinstance(train, dict) or not train.get("stages"):
+        return
+    order = [display_path(Path(tree.source)), *tree.overrides]  # every other source is a file that is extended
+    of_stages = tree.place(("train", "stages")).source
+    earlier = order[: order.index(of_stages) + 1] if of_stages in order else []
+    for path in stages.ineffective_settings(tree.value):
+        place = tree.place(path)
+        if place.source in order and place.source not in earlier:
             key = "freeze" if path[0] == "model" else dotted(path if path[0] == "data" else path[1:])
             reason = "it has no effect, because each stage of train.stages has its own"
             tree.problem(place, dotted(path), reason, f"set train.stages.0.{key}, and so on")

@@ -59,17 +59,17 @@ def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), orig
         tree.problem(origin or Place(str(path)), "extends" if origin else "", reason, "name a YAML file")
         tree.broken = True
         return
-    display_path = _display_path(path)
+    shown = display_path(path)
     real = FilePath(os.path.realpath(path))  # Path.resolve raises if symbolic links form a loop
     if real in chain:
-        names = " -> ".join(_display_path(p) for p in (*chain[chain.index(real) :], real))
+        names = " -> ".join(display_path(p) for p in (*chain[chain.index(real) :], real))
         reason = f"the files extend each other ({names})"
-        tree.problem(origin or Place(display_path), "extends", reason, "remove one of the `extends`")
+        tree.problem(origin or Place(shown), "extends", reason, "remove one of the `extends`")
         tree.broken = True
         return
-    text = _text(tree, path, display_path, origin)
+    text = _text(tree, path, shown, origin)
     if text is not None:
-        _merge_document(tree, read_text(text, display_path), path.parent, (*chain, real))
+        _merge_document(tree, read_text(text, shown), path.parent, (*chain, real))
 
 
 def read_string(tree: Tree, text: str, base: FilePath) -> None:
@@ -120,9 +120,9 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
         if not last and present is not None:
             node = present
             continue
-        for further in reversed(parts[depth + 1 :]):  # the sections between that are not written yet
+        for place_of, further in reversed([*enumerate(parts)][depth + 1 :]):  # sections that are not written yet
             if further.isdecimal():
-                where = dotted(parts[: parts.index(further)])
+                where = dotted(parts[:place_of])
                 reason = f"there is no list here, so no entry {further}"
                 tree.problem(place, where, reason, f"set the whole list: {where}=[...]")
                 return
@@ -235,14 +235,14 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
     return value
 
 
-def _text(tree: Tree, path: FilePath, display_path: str, origin: Place | None) -> str | None:
-    place, key = (origin, "extends") if origin else (Place(display_path), "")
+def _text(tree: Tree, path: FilePath, shown: str, origin: Place | None) -> str | None:
+    place, key = (origin, "extends") if origin else (Place(shown), "")
     try:
-        return decode(read_bytes(path, limit=4 * MAX_CHARACTERS), display_path, encoding="utf-8-sig")
+        return decode(read_bytes(path, limit=4 * MAX_CHARACTERS), shown, encoding="utf-8-sig")
     except Unreadable as error:
         reason, fix = str(error).removesuffix("."), ""
         if isinstance(error.__cause__, FileNotFoundError):
-            reason, fix = f"there is no file {display_path}", _suggest_file(path)
+            reason, fix = f"there is no file {shown}", _suggest_file(path)
     tree.problem(place, key, reason, fix)
     tree.broken = True
     return None
@@ -250,15 +250,15 @@ def _text(tree: Tree, path: FilePath, display_path: str, origin: Place | None) -
 
 def _suggest_file(path: FilePath) -> str:
     if not path.parent.is_dir():
-        return f"there is no folder {_display_path(path.parent)} either"
+        return f"there is no folder {display_path(path.parent)} either"
     names = sorted(p.name for p in islice(path.parent.iterdir(), 1000) if p.suffix in (".yaml", ".yml"))
     close = nearest(path.name, names)
     if close:
-        return f"did you mean {_display_path(path.parent / close)}?"
+        return f"did you mean {display_path(path.parent / close)}?"
     return f"the folder has {', '.join(names[:8])}" if names else "its folder has no YAML file"
 
 
-def _display_path(path: FilePath) -> str:
+def display_path(path: FilePath) -> str:
     """Return the name of a file for a message: relative to the working directory if it is inside."""
     absolute = FilePath(os.path.normpath(path.absolute()))
     here = FilePath.cwd()

@@ -1,8 +1,8 @@
 """Stages of a run (``train.stages``): each changes settings, and has the configuration of an ordinary run.
 
 A configuration with stages is the one of its last stage, so that what reads the model, the data or the number of steps
-of a run needs to know nothing of stages. So that the others can be told from it, every stage has a value for each
-setting that any of them sets.
+of a run needs to know nothing of stages. Every stage has a value for each setting that any of them sets, from which the
+other configurations follow.
 """
 
 from __future__ import annotations
@@ -83,19 +83,35 @@ def run_configs(config: C) -> tuple[C, ...]:
     return tuple(runs)
 
 
+def with_stage_steps(config: C, steps: Sequence[int | None]) -> C:
+    """Return a configuration whose stages have these numbers of steps, instead of epochs."""
+    counted = [{"steps": count, "epochs": None} for count in steps]
+    stages = [stage.model_copy(update=update) for stage, update in zip(config.train.stages, counted, strict=True)]
+    train = config.train.model_copy(update={**counted[-1], "stages": tuple(stages)})
+    return config.model_copy(update={"train": train})
+
+
 def check_stages(config: Sections) -> list[Finding]:
     """Return the findings of all rules that a stage of the configuration breaks, with the keys of the stage."""
     findings = list(_rules(config))
-    for number, stage in enumerate(stage_configs(config)):
+    configs = stage_configs(config)
+    of_stages = [general.check(stage) for stage in configs]
+    for number, problems in enumerate(of_stages):
         settings = _settings(config.train.stages[number])
-        for one in general.check(stage):
-            needs = tuple(_path_in_stage(path, number, settings) for path in one.needs)
-            findings.append(replace(one, path=_path_in_stage(one.path, number, settings), needs=needs))
+        for one in problems:
+            path = _path_in_stage(one.path, number, settings)
+            needs = tuple(_path_in_stage(needed, number, settings) for needed in one.needs)
+            of_one_stage = (
+                path == one.path and one.reason != general.ABSENT and not all(one in others for others in of_stages)
+            )
+            reason = f"in stage {number + 1}: {one.reason}" if of_one_stage else one.reason
+            findings.append(replace(one, path=path, reason=reason, needs=needs))
     return list(dict.fromkeys(findings))
 
 
-def overridden(value: Mapping[str, object]) -> Iterator[Path]:
-    """Yield the settings of a raw configuration that every stage sets, so that the common value has no effect."""
+def ineffective_settings(value: Mapping[str, object]) -> Iterator[Path]:
+    """Yield the common settings of a raw configuration that have no effect, because every stage sets them otherwise. A
+    saved configuration has the values of the last stage there."""
     train = value.get("train")
     stages = train.get("stages") if isinstance(train, Mapping) else None
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
@@ -104,7 +120,9 @@ def overridden(value: Mapping[str, object]) -> Iterator[Path]:
         for key in section if isinstance(section, Mapping) else ():
             keys = _LENGTHS if key in _LENGTHS else (key,)
             inside = [_path_in_stage((owner, name), 0, {(owner, name): None})[3:] for name in keys]
-            if stages and all(any(_has(stage, path) for path in inside) for stage in stages):
+            set_by_all = bool(stages) and all(any(_has(stage, path) for path in inside) for stage in stages)
+            common = _at(section, (key,))
+            if set_by_all and common is not None and common != _at(stages[-1], inside[keys.index(key)]):
                 yield owner, key
 
 
@@ -113,6 +131,10 @@ def _rules(config: Sections) -> Iterator[Finding]:
     if run.fork is not None:
         reason = "a fork continues one run, and stages are several"
         yield finding("run.fork", reason, "remove it, or fork a checkpoint of one stage without train.stages")
+    phases = {stage.train.phase for stage in stage_configs(config)}
+    for name in ("rl", "preference"):
+        if getattr(config, name) is not None and name not in phases:
+            yield finding(name, f"no stage has the phase {name}", "remove the section, or set `phase` in a stage")
     if run.resume not in ("never", "auto"):
         reason = "the stage to resume is found by itself"
         yield finding("run.resume", reason, "use auto", "train.stages")
@@ -125,7 +147,9 @@ def _config(config: C, stage: StageSection) -> C:
     for (owner, key), value in settings.items():
         changes.setdefault(str(owner), {})[str(key)] = value
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
-    return config.model_copy(update=sections)
+    phase = sections["train"].phase
+    unused = {name: None for name in ("rl", "preference") if name != phase}  # the section of another stage's phase
+    return config.model_copy(update={**sections, **unused})
 
 
 def _settings(stage: StageSection) -> dict[Path, object]:
@@ -174,11 +198,11 @@ def _path_in_stage(path: Path, number: int, settings: Mapping[Path, object]) -> 
 
 
 def _has(stage: object, path: Sequence[str | int]) -> bool:
-    for key in path:
-        if not isinstance(stage, Mapping) or key not in stage:
-            return False
-        stage = stage[key]
-    return True
+    return isinstance(stage, Mapping) and path[0] in stage and (len(path) == 1 or _has(stage[path[0]], path[1:]))
+
+
+def _at(stage: object, path: Sequence[str | int]) -> object:
+    return _at(stage.get(path[0]), path[1:]) if path and isinstance(stage, Mapping) else stage
 
 
 def _raw(value: object) -> Mapping[str, object]:

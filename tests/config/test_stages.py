@@ -66,7 +66,7 @@ def test_runs_begin_with_the_weights_of_the_one_before():
         ("train.stages.0.steps=null", "train.stages.0.steps", "required, but absent"),
         ("train.stages.0.epochs=1", "train.stages.0.epochs", "both set the length"),
         ("train.stages=3", "train.stages", "expected a list"),
-        ("train.stages.0.steps=2", "train.warmup", "takes all of 2 steps"),
+        ("train.stages.0.steps=2", "train.warmup", "in stage 1: warmup 3 takes all of 2 steps"),
         ("train.steps=3", "train.steps", "each stage of train.stages has its own; set train.stages.0.steps"),
         ("run.resume=runs/x/checkpoints/step_1", "run.resume", "use auto"),
         ("run.fork=runs/x/checkpoints/step_1", "run.fork", "a fork continues one run"),
@@ -91,10 +91,34 @@ def test_a_common_setting_may_be_overridden_unless_every_stage_has_it():
     )
 
 
+def test_a_file_that_extends_stages_cannot_change_what_they_all_set(tmp_path):
+    (tmp_path / "base.yaml").write_text(TEXT)
+    (tmp_path / "child.yaml").write_text("extends: base.yaml\ntrain: {steps: 3, warmup: 1}")
+    with pytest.raises(ConfigError, match="child.yaml:2: train.steps: it has no effect, because each stage"):
+        load_config(tmp_path / "child.yaml")
+    (tmp_path / "child.yaml").write_text("extends: base.yaml\ntrain: {warmup: 1, stages: [{steps: 3}]}")
+    (tmp_path / "base.yaml").write_text(TEXT.partition("  stages")[0] + "  steps: 9")
+    assert load_config(tmp_path / "child.yaml").train.steps == 3
+
+
+def test_sections_of_a_phase_belong_to_its_stages():
+    stages = "train.stages=[{phase: sft, steps: 4}, {phase: preference, steps: 5}]"
+    first, second = stage_configs(load_config_text(TEXT, [stages, "preference={beta: 0.5}", "data.packing=false"]))
+    assert first.preference is None and second.preference is not None and second.preference.beta == 0.5
+    assert problems("preference={beta: 0.5}")[0] == (
+        "preference",
+        "no stage has the phase preference; remove the section, or set `phase` in a stage",
+    )
+
+
+def test_an_entry_that_no_stage_has_is_named():
+    assert problems("train.stages.0.data.train.0.path=x.jsonl")[0][0] == "train.stages.0.data.train"
+
+
 def test_a_preset_does_not_replace_what_a_stage_sets():
     fast = ("preset=fast", "data.packing=false")
     cfg = load_config_text(TEXT, [*fast, "train.stages.0.compile=false"])
-    assert [stage.train.compile for stage in stage_configs(cfg)] == [False, False, False]
+    assert [stage.train.compile for stage in stage_configs(cfg)] == [False, True, True]
     assert all(stage.train.compile for stage in stage_configs(load_config_text(TEXT, fast)))
 
 

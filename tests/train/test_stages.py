@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from octavo import checkpoint, rl, train
 from octavo.config import Config, override
 from octavo.config.stages import run_configs
+from octavo.models import ModelError
 from octavo.report.evidence.run_reader import read
 from octavo.train.run_dir.run_dir import read_rows
 from tests.rl.forks import both
@@ -148,8 +150,7 @@ def test_other_directories_are_refused_before_the_first_stage(make, tmp_path):
     with pytest.raises(train.TrainError, match="contains no Octavo run"):
         rl.run(make(*STAGES, dir="foreign"))
     assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["thesis.txt"]
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "stages").mkdir()
+    (tmp_path / "other" / "stages").mkdir(parents=True)
     (tmp_path / "other" / "stages" / "play.txt").write_text("mine")
     with pytest.raises(train.TrainError, match="contains no Octavo run"):
         rl.run(make(*STAGES, dir="other"))
@@ -168,6 +169,59 @@ def test_changed_stages_are_refused(make):
         rl.run(override(cfg, ["train.stages.1.lr=0.5"]))
 
 
+def test_one_stage_and_other_files_in_the_directory(make):
+    (only,) = [make(*STAGES[1:], "train.stages=[{steps: 2, warmup: 0}]", "run.resume=auto", dir="only")]
+    assert rl.run(only).steps == 2 and rl.run(only).status == "finished"
+    assert steps_of(only) == [(1, 1, 1), (1, 2, 2)]
+    cfg = make(*STAGES, "run.resume=auto", dir="run")
+    rl.run(cfg, callbacks=[At(1, 1)])
+    (Path(cfg.run.dir) / "notes.txt").write_text("mine")
+    assert rl.run(cfg).status == "finished" and steps_of(cfg) == ALL
+
+
+def test_a_later_stage_is_checked_before_the_first_is_trained(make):
+    cfg = make(*STAGES, "train.stages.1.freeze=['**.nothing.**']", dir="run")
+    with pytest.raises(ModelError, match=r"train.stages.1: .*nothing"):
+        rl.run(cfg)
+    assert not Path(cfg.run.dir).exists()
+
+
+def test_directories_of_earlier_stages_may_be_deleted_and_moved(make, tmp_path):
+    cfg = make(*STAGES, "run.resume=auto", dir="run")
+    whole = rl.run(cfg)
+    found = whole.losses()
+    shutil.copytree(whole.dir, tmp_path / "moved")
+    shutil.rmtree(whole.dir / "stages" / "1")
+    assert rl.run(cfg).losses() == found and read(whole.dir).losses == pytest.approx(list(found.values()))
+    assert not (whole.dir / "stages" / "1").exists()
+    moved = override(cfg, [f"run.dir={tmp_path / 'moved'}"])
+    for file in ("result.json", "checkpoints/step_4"):
+        path = tmp_path / "moved" / file
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = rl.run(moved)
+    assert again.losses() == found
+    assert_same_weights(again.dir, whole.dir)
+
+
+def test_folders_named_like_stages_are_ordinary_runs(make, tmp_path):
+    """The file with all stages decides, not the names of folders."""
+    parent = train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0", dir="mine"))
+    child = train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0", dir="mine/stages/1"))
+    (tmp_path / "mine/stages/config.yaml").write_text("{}")
+    assert len(read_rows(parent.dir / "metrics.jsonl")) == 1 == len(read_rows(child.dir / "metrics.jsonl"))
+
+
+def test_steps_without_a_checkpoint_are_not_overwritten(make):
+    cfg = make(*STAGES, "run.save_every=0", dir="run")
+    process = started(run_and_die, cfg, 1, 2)
+    process.join()
+    with pytest.raises(train.TrainError, match="without a checkpoint yet, and nothing is overwritten"):
+        rl.run(cfg)
+    result = rl.run(override(cfg, ["run.resume=auto"]))
+    assert steps_of(cfg) == ALL
+    assert len(read_rows(result.dir / "stages/1/previous_1/metrics.jsonl")) == 2
+
+
 def test_the_runs_are_ordinary_ones(make):
     """The directory has the configuration of the last stage."""
     from octavo.config import load_config
@@ -176,5 +230,5 @@ def test_the_runs_are_ordinary_ones(make):
     result = rl.run(cfg)
     last = run_configs(cfg)[-1]
     assert load_config(result.dir / "config.yaml") == last and not last.train.stages
-    assert load_config(result.dir / "stages/config.yaml") == cfg
+    assert load_config(result.dir / "stages/all_2.yaml") == cfg
     assert train.run(last).status == "finished"

@@ -224,7 +224,7 @@ def read_rows(directory: Path) -> Iterator[dict[str, Any]]:
     with the line number, for an invalid row."""
     stage = stage_folders.stage_of(directory)
     for row in _read_json_lines(stage_folders.metrics_file(directory), _ROW):
-        if stage is None or row.get("stage", stage) == stage:
+        if stage is None or row.get("stage") == stage:
             yield row
 
 

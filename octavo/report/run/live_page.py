@@ -44,7 +44,8 @@ class Page(train.Callback):
         self.predicted = {kind: max(footprint.kinds.get(kind, 0), later.get(kind, 0)) for kind in kinds}
 
     def begin(self, run: train.Run) -> None:
-        self._began = self._last = time.monotonic()
+        self._began, self._spent = time.monotonic(), 0.0  # of this stage, where a run has several
+        self._last = self._began
         try:
             if self.predicted:
                 atomic_write.write_text(run.directory / MEMORY, json.dumps({"bytes": dict(self.predicted)}) + "\n")

@@ -16,6 +16,7 @@ from octavo.config import Config
 from octavo.config.sections.model import LoadInFp8Section
 from octavo.config.sections.names import COMPONENTS, canonical_name
 from octavo.config.sections.train import RecomputeSection
+from octavo.config.stages import stage_configs
 
 HEAD = "lm_head in FP8"
 
@@ -30,6 +31,9 @@ class Saving(NamedTuple):
 def enabled_savings(cfg: Config) -> list[Saving]:
     """Return the savings that a configuration enables, in the order in which the ablation adds them."""
     fp8, train, optimizer = cfg.fp8, cfg.train, cfg.optimizer
+    trains = [stage.train for stage in stage_configs(cfg)]
+    offloads = any(one.offload_activations for one in trains)
+    recomputes = any(one.recompute != RecomputeSection() for one in trains)
     parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
     activations = fp8.activations == "fp8" or any(part.activations == "fp8" for part in parts.values())
     param = fp8.param or any(part.param for part in parts.values())
@@ -57,10 +61,14 @@ def enabled_savings(cfg: Config) -> list[Saving]:
             "weights cast at each use",
             lambda c: _change_fp8(c, {"weight_codes": "keep"}, {}),
         ),
-        (recompute != RecomputeSection(), f"recompute: {word}", change_section("train", recompute=RecomputeSection())),
+        (recomputes, f"recompute: {word}", change_section("train", recompute=RecomputeSection())),
         (optimizer.update == "backward", "update in backward", change_section("optimizer", update="step")),
         (optimizer.offload, "optimizer states in host memory", change_section("optimizer", offload=False)),
-        (train.offload_activations, "activations in host memory", change_section("train", offload_activations=False)),
+        (
+            offloads,
+            "activations in host memory",
+            change_section("train", offload_activations=False),
+        ),
     ]
     return [Saving(words, off) for on, words, off in candidates if on]
 
@@ -174,6 +182,9 @@ def change_section(section: str, **values: Any) -> Callable[[Config], Config]:
     def change(cfg: Config) -> Config:
         settings = getattr(cfg, section)
         assert values.keys() <= type(settings).model_fields.keys()
+        if section == "train":  # also what a stage sets
+            changed = (stage.model_copy(update=values) for stage in cfg.train.stages)
+            return cfg.model_copy(update={"train": settings.model_copy(update={**values, "stages": tuple(changed)})})
         return cfg.model_copy(update={section: settings.model_copy(update=values)})
 
     return change

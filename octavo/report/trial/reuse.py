@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.base import atomic_write, safe_read
 from octavo.config import Config, load_config, stage_folders
-from octavo.config.stages import run_configs
+from octavo.config.stages import run_configs, stage_configs
 from octavo.report.evidence.run_reader import ReportError, RunRecord, read
 from octavo.report.evidence.trial_spec import Run
 
@@ -21,7 +21,7 @@ from octavo.report.evidence.trial_spec import Run
 def delete_trial(directory: Path) -> None:
     """Delete the runs and the report of an earlier trial; only folders that a trial created are touched."""
     for folder in sorted((directory / "arms").glob("*")):
-        if (folder / "config.yaml").is_file() or stage_folders.config_file(folder).is_file():
+        if (folder / "config.yaml").is_file() or stage_folders.count_stages(folder) is not None:
             shutil.rmtree(folder)
     if (directory / "held-out" / "before.json").is_file():
         shutil.rmtree(directory / "held-out")
@@ -34,10 +34,17 @@ def delete_trial(directory: Path) -> None:
 def check_reusable(run: Run) -> None:
     """Raise ``ReportError`` if the run's folder holds a run of another configuration."""
     directory = Path(run.cfg.run.dir)
-    saved = directory / "config.yaml"
-    if not saved.is_file():
-        return
-    differ = _differences(comparable_settings(load_config(saved)), comparable_settings(run_configs(run.cfg)[-1]))
+    count = stage_folders.count_stages(directory)
+    differ = []
+    if count not in (None, len(run.cfg.train.stages)):
+        differ = [("the number of train.stages", count, len(run.cfg.train.stages))]
+    for number, stage in enumerate(run_configs(run.cfg)):
+        saved = Path(stage.run.dir) / "config.yaml"
+        if saved.is_file():
+            before, now = comparable_settings(load_config(saved)), comparable_settings(stage)
+            if number:  # from the stage before, by a path that depends on the working directory
+                before["run"].pop("start_from"), now["run"].pop("start_from")
+            differ += _differences(before, now)
     if differ:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in differ[:5])
         raise ReportError(
@@ -78,13 +85,18 @@ def check_same_files(cfg: Config, directory: Path) -> None:
     from octavo.train import TrainError
     from octavo.train.run_dir import input_fingerprints
 
-    now, file = input_fingerprints.fingerprints(cfg), directory / "files.json"
+    *earlier, now = (input_fingerprints.fingerprints(stage) for stage in stage_configs(cfg))
+    file = directory / "files.json"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        atomic_write.write_text(file, json.dumps(now, indent=1) + "\n")
+        document = {**now, **({"earlier_stages": earlier} if earlier else {})}
+        atomic_write.write_text(file, json.dumps(document, indent=1) + "\n")
         return
     try:
-        input_fingerprints.check_same_inputs(safe_read.read_json(file, ReportError), now, directory, cfg.model.path)
+        saved = safe_read.read_json(file, ReportError)
+        input_fingerprints.check_same_inputs(saved, now, directory, cfg.model.path)
+        for before, stage in zip(saved.get("earlier_stages", []), earlier, strict=False):
+            input_fingerprints.check_same_inputs(before, stage, directory, cfg.model.path)
     except TrainError as error:
         raise ReportError(f"{error}. --fresh trains the runs of this trial again") from error
 

@@ -50,7 +50,7 @@ class MetricsFile:
         return {} if self.stage is None else {"stage": self.stage, "total_step": self.before + step}
 
     def _stage(self, row: Mapping[str, int]) -> int | None:
-        return None if self.stage is None else row.get("stage", self.stage)
+        return None if self.stage is None else row.get("stage", 0)
 
 
 class MetricsLog:

@@ -8,11 +8,13 @@ where they can be read. Only names that a run writes are moved; a directory that
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from pathlib import Path
 
 from octavo import checkpoint
 from octavo.base import safe_read, target_folder
+from octavo.base.atomic_write import write_text
 from octavo.base.wording import count_noun
 from octavo.config import stage_folders
 from octavo.config.yaml.document import read_text
@@ -39,10 +41,19 @@ _RUN_KEYS = {"dir", "seed", "resume", "save_every", "keep", "eval_every", "log_e
 
 def has_steps(directory: Path) -> bool:
     """True if a run has written metrics there. Raises TrainError for a pipe, which would block a write."""
-    metrics = directory / METRICS
+    metrics = stage_folders.metrics_file(directory)
     if metrics.exists():
         safe_read.open_file(metrics, TrainError).close()
+    if stage_folders.stage_of(directory) is not None:
+        return bool(_rows_of_stage(directory))
     return metrics.exists() and metrics.stat().st_size > 0
+
+
+def _rows_of_stage(directory: Path) -> list[str]:
+    """Return the lines of this stage in the file that all stages share."""
+    file, stage = stage_folders.metrics_file(directory), stage_folders.stage_of(directory)
+    rows = (row for _, row in safe_read.json_lines(file, TrainError)) if file.exists() else ()
+    return [json.dumps(row) + "\n" for row in rows if row.get("stage") == stage]
 
 
 def is_binding(directory: Path) -> bool:
@@ -106,6 +117,8 @@ def move_aside(directory: Path) -> str | None:
                 shutil.copy2(directory / name, target / name)
             else:
                 (directory / name).rename(target / name)
+        if shared and (rows := _rows_of_stage(directory)):  # the run that begins drops them there
+            write_text(target / METRICS, "".join(rows))
     except OSError as error:
         raise TrainError(
             f"{directory} contains a run without a checkpoint, and its files cannot be moved to {PREVIOUS}N/ "
@@ -124,6 +137,9 @@ def refuse_foreign_directory(directory: Path) -> None:
         check_written_by_run(directory, sorted(names))
 
 
-def continues_stage(start: str, directory: Path) -> bool:
+def continues_stage(start: str | None, directory: Path) -> bool:
     """Return whether a run in the directory that starts from ``start`` is the last of the stages there."""
-    return Path(start).absolute() in (folder.absolute() for folder in stage_folders.earlier_stages(directory)[-1:])
+    if (count := stage_folders.count_stages(directory)) is None:
+        return False
+    before = stage_folders.earlier_stages(directory)[-1:]
+    return count == 1 or (start is not None and [Path(start).absolute()] == [folder.absolute() for folder in before])

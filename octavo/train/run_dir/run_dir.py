@@ -292,9 +292,9 @@ def _inspect(cfg: Config, directory: Path) -> dict[str, Any]:
         raise TrainError(f"run.dir {directory} is a file; name a directory that is new or empty")
     # A name with a dot is a temporary file of a run that was killed before it had a configuration.
     names = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
-    start = cfg.run.start_from
-    if CONFIG not in names and start is not None and earlier_run.continues_stage(start, directory):
-        names = [name for name in names if name not in (STAGES, METRICS)]
+    is_staged = CONFIG not in names and (directory / STAGES).is_dir()
+    if is_staged and earlier_run.continues_stage(cfg.run.start_from, directory):
+        return {"run": False, "result": None}  # as in a run, other files may be there, too
     resume = cfg.run.resume
     if resume not in ("never", "auto"):
         _check_checkpoint(Path(resume))

@@ -69,7 +69,8 @@ def check_note(counters: Mapping[str, Any], cfg: Config, where: Path) -> dict[st
     saved = counters.get("start_from")
     path = None if saved is None else Path(saved["path"])
     named = None if cfg.run.start_from is None else Path(cfg.run.start_from).resolve()
-    if named is not None and (path is None or named not in (path, *path.parents)):
+    moved = named is not None and path is not None and _has_same_state(named / FOLDER / path.name, saved)
+    if named is not None and not moved and (path is None or named not in (path, *path.parents)):
         began = "the weights of model.path" if path is None else path
         raise TrainError(
             f"{where} belongs to a run that started from {began}, but run.start_from is {cfg.run.start_from}. Remove "
@@ -78,6 +79,11 @@ def check_note(counters: Mapping[str, Any], cfg: Config, where: Path) -> dict[st
     if path is not None and (path / "state.json").is_file() and make_note(path) != saved:
         raise TrainError(f"{where} belongs to a run that started from {path}, which has changed since; restore it")
     return saved
+
+
+def _has_same_state(path: Path, saved: Mapping[str, Any] | None) -> bool:
+    """Return whether a checkpoint is the one of a record, at another place."""
+    return saved is not None and (path / "state.json").is_file() and make_note(path)["crc32"] == saved["crc32"]
 
 
 def refuse_without_states(path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from octavo import models
 from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.config import Config, override
+from octavo.config.stages import stage_configs, with_stage_steps
 from octavo.data.loaders.from_config import count_packs
 from octavo.data.loaders.rows_from_config import count_epoch_rows
 from octavo.fp8.weights import FROZEN
@@ -43,6 +44,8 @@ def resolve_steps(cfg: Config, log: Callable[[str], None] = lambda text: None) -
     Reads the data, all of it if rows are packed. `log` receives lines about the counts. Raises DataError, and
     ConfigError for settings such as a warm-up that need more steps.
     """
+    if cfg.train.stages:
+        return with_stage_steps(cfg, [resolve_steps(stage, log).train.steps for stage in stage_configs(cfg)])
     epochs, batch = cfg.train.epochs, cfg.train.global_batch
     if epochs is None:
         return cfg
