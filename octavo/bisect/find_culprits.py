@@ -87,13 +87,13 @@ def bisect(
     not depend on the candidates: an invalid plan, data or model.
     """
     directory = Path(directory)
-    if fresh:
-        _clear(directory)
     if cfg.train.stages:
         raise BisectError(
-            f"a search trains one stage, and the configuration has {len(cfg.train.stages)}. Name the one of a stage: "
-            f"{cfg.run.dir}/config.yaml is the last, {cfg.run.dir}/stages/1/config.yaml the first"
+            f"a search trains one stage, and the configuration has {len(cfg.train.stages)}. Name the "
+            f"configuration of a stage: after training, {cfg.run.dir}/config.yaml is the last one's"
         )
+    if fresh:
+        _clear(directory)
     original = resolve_steps(resolve_recipe(cfg))
     cfg = _set_start(original, start)
     if own_recipe(cfg) == "off" and not enabled_savings(cfg) and not extra_features(cfg):

@@ -50,9 +50,7 @@ def run(cfg: Config, **options: Any) -> train.RunResult:
             continue
         log(f"{this}: {stage.run.dir}, frozen: {', '.join(stage.model.freeze) or 'nothing'}")
         result = train.run(stage, phase=phase_of(stage), **options)
-        if result.late_stop is not None and number < len(
-            stages
-        ):  # asked to stop while it ended: the next must not begin
+        if result.late_stop is not None and number < len(stages):  # asked to stop while the stage ended
             result = replace(result, status="stopped", signal=result.late_stop or None)
             log(f"stopped after {this}. Continue with run.resume=auto")
         if result.status != "finished":

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo import rl
-from octavo.config import Config, load_config, override
+from octavo import bisect, rl
+from octavo.cli.main import main
+from octavo.config import Config, load_config, override, to_yaml
 from octavo.config.stages import stage_configs
 from octavo.data.builtin import digits
 from octavo.models.tiny import tiny
@@ -64,3 +65,16 @@ def test_savings_of_stages_are_removed(cfg: Config) -> None:
     staged = [override(cfg, ["train.recompute=none", f"train.stages.{number}.recompute=full"]) for number in (0, 1)]
     for one in (cfg, *staged):
         assert {stage.train.recompute.foundation for stage in stage_configs(without_savings(one))} == {"none"}
+
+
+def test_commands_take_one_stage(cfg: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(bisect.BisectError, match="a search trains one stage, and the configuration has 2"):
+        bisect.bisect(cfg, tmp_path / "search")
+    file = tmp_path / "stages.yaml"
+    file.write_text(to_yaml(cfg))
+    assert main(["plan", str(file), "--stage", "1"]) == 0
+    assert "this is stage" not in capsys.readouterr().err
+    assert main(["plan", str(file)]) == 0
+    assert "this is stage 2 of 2; --stage plans another" in capsys.readouterr().err
+    assert main(["plan", str(file), "--stage", "3"]) == 2
+    assert "--stage 3: the configuration has 2 stages" in capsys.readouterr().err

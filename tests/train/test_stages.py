@@ -16,6 +16,7 @@ from octavo.config import Config, override
 from octavo.config.stages import run_configs
 from octavo.models import ModelError
 from octavo.report.evidence.run_reader import read
+from octavo.train.run_dir.earlier_run import refuse_foreign_directory
 from octavo.train.run_dir.run_dir import read_rows
 from tests.rl.forks import both
 from tests.train.conftest import Rows, at
@@ -151,6 +152,7 @@ def test_other_directories_are_refused_before_the_first_stage(make, tmp_path):
         rl.run(make(*STAGES, dir="foreign"))
     assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["thesis.txt"]
     (tmp_path / "other" / "stages").mkdir(parents=True)
+    refuse_foreign_directory(tmp_path / "other")  # as a run that was killed at once leaves it
     (tmp_path / "other" / "stages" / "play.txt").write_text("mine")
     with pytest.raises(train.TrainError, match="contains no Octavo run"):
         rl.run(make(*STAGES, dir="other"))

@@ -42,8 +42,9 @@ def check_reusable(run: Run) -> None:
         saved = Path(stage.run.dir) / "config.yaml"
         if saved.is_file():
             before, now = comparable_settings(load_config(saved)), comparable_settings(stage)
-            if number:  # from the stage before, by a path that depends on the working directory
-                before["run"].pop("start_from"), now["run"].pop("start_from")
+            if number:  # the stage before, by a path that depends on the working directory
+                for one in (before, now):
+                    one["run"].pop("start_from")
             differ += _differences(before, now)
     if differ:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in differ[:5])

@@ -133,8 +133,11 @@ def move_aside(directory: Path) -> str | None:
 def refuse_foreign_directory(directory: Path) -> None:
     """Raise TrainError if a directory holds files that no run wrote, or cannot be written to."""
     target_folder.check_target(directory, TrainError)
-    if names := [entry.name for entry in directory.iterdir() if entry.name[0] != "."] if directory.is_dir() else []:
-        check_written_by_run(directory, sorted(names))
+    names = sorted(entry.name for entry in directory.iterdir() if entry.name[0] != ".") if directory.is_dir() else []
+    if names == [stage_folders.STAGES] and not any((directory / stage_folders.STAGES).iterdir()):
+        return  # of a run that was killed before it wrote there
+    if names:
+        check_written_by_run(directory, names)
 
 
 def continues_stage(start: str | None, directory: Path) -> bool:
