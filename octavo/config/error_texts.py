@@ -229,7 +229,9 @@ def _is_list(path: Path) -> bool:
 
 
 def _first_necessary_key(section: type[BaseModel]) -> str:
-    return next(name for name, field in section.model_fields.items() if field.is_required())
+    """Return the first required key; without one, such as in a stage, the first key."""
+    fields = section.model_fields
+    return next((name for name, field in fields.items() if field.is_required()), next(iter(fields)))
 
 
 def _without_annotation(annotation: Any) -> Any:
