@@ -14,7 +14,7 @@ from octavo.base.atomic_write import write_text
 from octavo.base.safe_read import replace_nonfinite
 from octavo.config import stage_folders
 from octavo.config.stage_folders import STAGES
-from octavo.train.run_dir.run_dir import METRICS, RESULT, read_json, read_rows
+from octavo.train.run_dir.run_dir import METRICS, read_rows
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,10 @@ class MetricsFile:
     def of(cls, directory: Path) -> MetricsFile:
         if directory.absolute().parent.name != STAGES and not (directory / STAGES).is_dir():
             return cls(directory / METRICS)
-        results = (read_json(earlier / RESULT) for earlier in stage_folders.earlier_stages(directory))
-        before = sum(int(result["steps"]) for result in results if result is not None)
-        return cls(stage_folders.metrics_file(directory), stage_folders.stage_of(directory), before)
+        path, stage = stage_folders.metrics_file(directory), stage_folders.stage_of(directory)
+        # Not from the directories of earlier stages, which may be deleted; their last steps are always logged.
+        totals = (row.get("total_step", 0) for row in read_rows(path) if stage and row.get("stage", 0) < stage)
+        return cls(path, stage, max(totals, default=0))
 
     def read(self) -> list[dict[str, Any]]:
         """Return the rows of this stage, without an incomplete last line of a killed process."""
