@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationInfo, model_validator
+from pydantic import ValidationInfo, model_validator
 
 from octavo.base.recipe_specs import CURRENT_SCALING, DEFAULT_RECIPE
 from octavo.config.rules import general
 from octavo.config.rules.findings import Finding
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.model import for_foundation
-from octavo.config.sections.names import COMPONENTS, FROZEN, canonical_name, frozen_word
+from octavo.config.sections.names import COMPONENTS, FROZEN, canonical_name, frozen_word, raw_section
 from octavo.config.stages import check_stages, with_last_stage
 from octavo.config.yaml.document import Path
 
@@ -55,7 +55,7 @@ def check_rules(config: Sections) -> list[Finding]:
 
 
 def _has_stages(data: object) -> bool:
-    train = _raw(data.get("train")) if isinstance(data, Mapping) else None
+    train = raw_section(data.get("train")) if isinstance(data, Mapping) else None
     return isinstance(train, Mapping) and bool(train.get("stages"))
 
 
@@ -67,10 +67,10 @@ def with_recipes(data: Any) -> Any:
     whole model does, in the recipe of the language model's codes or else in `blockwise`. With a plan file or `recipe:
     off` nothing is added. Malformed values are left to validation.
     """
-    fp8 = _raw(data.get("fp8", {})) if isinstance(data, dict) else None
+    fp8 = raw_section(data.get("fp8", {})) if isinstance(data, dict) else None
     if not isinstance(fp8, dict) or fp8.get("plan") is not None or fp8.get("recipe") == "off":
         return data
-    sections = {name: _raw(fp8.get(name)) for name in COMPONENTS}
+    sections = {name: raw_section(fp8.get(name)) for name in COMPONENTS}
     parts: dict[str, dict] = {name: part or {} for name, part in sections.items() if isinstance(part, dict | None)}
     configured = [name for name in parts if sections[name] is not None and parts[name].get("recipe") != "off"]
     wanted = {name: recipe for name, recipe in _implied_recipes(data).items() if name in parts}
@@ -93,8 +93,8 @@ def whole_model_recipe(data: dict[str, Any]) -> Any:
 
 def _implied_recipes(data: dict[str, Any]) -> dict[str, str]:
     """Component -> the recipe that multiplies by the codes that it is loaded as."""
-    model = _raw(data.get("model"))
-    kinds = _raw(for_foundation(model.get("load_in_fp8"))) if isinstance(model, dict) else None
+    model = raw_section(data.get("model"))
+    kinds = raw_section(for_foundation(model.get("load_in_fp8"))) if isinstance(model, dict) else None
     words = {name: frozen_word(kind) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
     return {name: word for name, word in words.items() if isinstance(word, str) and word in FROZEN}
 
@@ -107,7 +107,7 @@ def missing_settings(data: object) -> dict[Path, object]:
     """
     if not isinstance(data, dict) or not isinstance(name := data.get("preset"), str):
         return {}
-    sections = {key: _raw(data.get(key) or {}) for key in ("fp8", "optimizer", "train")}
+    sections = {key: raw_section(data.get(key) or {}) for key in ("fp8", "optimizer", "train")}
     if not all(isinstance(section, dict) for section in sections.values()):
         return {}
     settings = dict(PRESETS.get(name, {}))
@@ -124,16 +124,11 @@ def with_preset(data: object) -> object:
     settings = missing_settings(data)
     for (section, key), value in settings.items():
         assert isinstance(data, dict)
-        data = {**data, section: {**_raw(data.get(section) or {}), key: value}}
+        data = {**data, section: {**raw_section(data.get(section) or {}), key: value}}
     return data
 
 
 def _recipe_of_language_model(fp8: dict[str, Any]) -> object:
-    part = _raw(fp8.get("foundation"))
+    part = raw_section(fp8.get("foundation"))
     named = part.get("recipe") if isinstance(part, dict) else None
     return canonical_name(named or fp8.get("recipe", DEFAULT_RECIPE))
-
-
-def _raw(value: Any) -> Any:
-    """Return a section that was built in Python as a mapping of its explicitly set fields; other values unchanged."""
-    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value

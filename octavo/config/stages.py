@@ -20,6 +20,7 @@ from octavo.config.rules.findings import Finding, finding
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.data import DataSection
 from octavo.config.sections.model import ModelSection
+from octavo.config.sections.names import raw_section
 from octavo.config.sections.train import StageSection, TrainSection
 from octavo.config.stage_folders import STAGES
 from octavo.config.yaml.document import Path
@@ -36,7 +37,7 @@ def with_last_stage(data: object) -> object:
     which are left to validation, it is unchanged."""
     if not isinstance(data, Mapping):
         return data
-    sections = {name: _raw(data.get(name, {})) for name in _SECTIONS}
+    sections = {name: raw_section(data.get(name, {})) for name in _SECTIONS}
     train = sections["train"]
     stages = train.get("stages") if isinstance(train, Mapping) else None
     if not isinstance(stages, list | tuple) or not stages:
@@ -203,8 +204,3 @@ def _has(stage: object, path: Sequence[str | int]) -> bool:
 
 def _at(stage: object, path: Sequence[str | int]) -> object:
     return _at(stage.get(path[0]), path[1:]) if path and isinstance(stage, Mapping) else stage
-
-
-def _raw(value: object) -> Mapping[str, object]:
-    """Return a section that was built in Python as a mapping of its explicitly set fields; other values unchanged."""
-    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value  # type: ignore[return-value]

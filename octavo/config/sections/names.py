@@ -83,3 +83,8 @@ class Section(BaseModel):
     """Strict (no text where a number belongs), closed (no unknown key) and immutable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def raw_section(value: Any) -> Any:
+    """Return a section that was built in Python as a mapping of its explicitly set fields; other values unchanged."""
+    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value

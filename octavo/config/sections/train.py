@@ -185,19 +185,23 @@ class _StepSection(Section):
         return self.steps
 
 
-class StageData(DataSection):
-    """What a stage reads otherwise than the run: any keys of ``data``."""
-
-    train: Annotated[tuple[Dataset, ...], FROM_LIST] = Field(
-        default=(), min_length=1, description="Data sets to train on."
-    )
+class _OnlyChanges(Section):
+    """A section of which only the keys that were set are written: the others are the run's."""
 
     @model_serializer(mode="wrap")
     def _only_set(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         return {key: value for key, value in dump(self).items() if key in self.model_fields_set}
 
 
-class StageSection(_StepSection):
+class StageData(_OnlyChanges, DataSection):
+    """What a stage reads otherwise than the run: any keys of ``data``."""
+
+    train: Annotated[tuple[Dataset, ...], FROM_LIST] = Field(
+        default=(), min_length=1, description="Data sets to train on."
+    )
+
+
+class StageSection(_OnlyChanges, _StepSection):
     """A stage: any keys of ``train`` that differ from the run's, and what it freezes and reads."""
 
     freeze: Annotated[tuple[Text, ...], FROM_LIST] = Field(
@@ -206,10 +210,6 @@ class StageSection(_StepSection):
     data: StageData | None = Field(
         default=None, description="What this stage reads otherwise than the run: any keys of `data`."
     )
-
-    @model_serializer(mode="wrap")
-    def _only_set(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        return {key: value for key, value in dump(self).items() if key in self.model_fields_set}
 
 
 class TrainSection(_StepSection):
