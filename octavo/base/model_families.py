@@ -140,6 +140,7 @@ RECORDS: dict[str, FamilyRecord] = _table(
             unsourced="the 4B's `rope_theta` and the chat template (both are read from the folder)",
         ),
         FamilyRecord("octavo_vlm", "ComposedImageTextProcessor", "patches"),
+        FamilyRecord("octavo_llava", "ComposedTileProcessor", "one_tile"),
         FamilyRecord("glm4v", "Glm4vImageTextProcessor", "paired_patches"),
         FamilyRecord("glm46v", "Glm4vImageTextProcessor", "paired_patches"),
         FamilyRecord("glm4v_moe", "Glm4vImageTextProcessor", "paired_patches"),

@@ -3,9 +3,9 @@
 octavo compose --image-encoder ./siglip --foundation ./SmolLM2-135M-Instruct -o ./vlm
 octavo compose --image-encoder ./clip --foundation ./Qwen3-8B --image-size 448 -o ./vlm    positions are interpolated
 
-Image encoders are CLIP, SigLIP and DINOv2, for images of one size, and the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL,
-for images of any size; decoders are transformers' language models. With the former the folder has the shape of LLaVA,
-which transformers loads without Octavo.
+Image encoders are CLIP, SigLIP, DINOv2 and DINOv3, for images of one size, and the towers of Qwen2-VL, Qwen2.5-VL and
+Qwen3-VL, for images of any size; decoders are transformers' language models. CLIP, SigLIP and DINOv2 without registers
+give a folder in the shape of LLaVA with the default projector, which transformers loads without Octavo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--image-encoder", metavar="DIR", type=Path, required=True, help="folder of the image encoder")
     add("--foundation", metavar="DIR", type=Path, required=True, help="folder of the decoder")
     add("-o", "--out", metavar="DIR", type=Path, required=True, help="output folder: new or empty")
-    add("--projector", metavar="NAME", default="mlp2", help="kind of the projector (default mlp2)")
+    kinds = "mlp2, norm_mlp2, merge_mlp2 or pixel_shuffle_mlp2 (default mlp2, for towers of Qwen-VL merge_mlp2)"
+    add("--projector", metavar="NAME", help=f"kind of the projector: {kinds}")
     add("--image-size", metavar="N", type=arguments.positive, help="pixels of an image, in each direction")
     add(
         "--chat-template",
@@ -74,7 +75,7 @@ def _show(args: argparse.Namespace, done: Composed) -> None:
     size = "any size" if done.image_size is None else f"{done.image_size} pixels"
     sources = {
         "image_encoder": f"{'new, ' if args.init else ''}{args.image_encoder}, images of {size}",
-        "image_projector": f"new, {args.projector}",
+        "image_projector": f"new, {done.projector}",
         "foundation": str(args.foundation),
         "lm_head": str(args.foundation),
     }

@@ -37,7 +37,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"visual\.merger\.(gate|up)_proj", "@wide, @glm"),
     (r"visual\.merger\.down_proj", "res, @wide"),
     (r"multi_modal_projector\.layer_norm", "0*tower"),  # InternVL
-    (r"multi_modal_projector\.norm", "tower"),  # Mistral 3
+    (r"multi_modal_projector\.norm", "0*tower"),  # Mistral 3, composed models
     (r"multi_modal_projector\.patch_merger\.merging_layer", "tower, tower^"),
     (r"multi_modal_projector\.linear_1", "@projector, 0*tower"),
     (r"multi_modal_projector\.linear_2", "res, @projector"),
@@ -61,12 +61,13 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"resampler_model\.after_norm", "res"),
     (r"image_newline", "res"),
     # The first layers of a tower -------------------------------------------------------------------------------------
-    (r"(patch_embed\.proj|patch_embedding|patch_embeddings\.projection|patch_conv)", "own, patch"),
+    (r"(patch_embed\.proj|patch_embedding|patch_embeddings(\.projection)?|patch_conv)", "own, patch"),
     (r"audio_tower\.conv1", "@first, bins, -"),
     (r"audio_tower\.conv2", "own, @first, -"),
     (r"(pos_embed|position_embedding|embed_positions|wpe)", "-, own"),
-    (r"(position_embeddings|cls_token)", "-, -, own"),
-    (r"(class_embedding|lambda_[12])", "own"),
+    (r"mask_token:Dinov2WithRegistersEmbeddings", "-, own"),
+    (r"(position_embeddings|cls_token|mask_token|register_tokens)", "-, -, own"),
+    (r"(class_embedding|lambda_?[12])", "own"),
     (r"class_pos_emb", "-, -"),
     # Attention -------------------------------------------------------------------------------------------------------
     (r"linear_attn\.in_proj_qkv", "lk + lk + lv, own"),  # Gated DeltaNet: heads of keys, each shared by some of values

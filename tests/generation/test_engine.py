@@ -20,7 +20,7 @@ from tests.generation.conftest import make_conversations, make_prompts
 
 SMALL_SET = ("qwen3_vl_moe", "qwen2_5_vl", "internvl", "llama", "mistral3", "llava_onevision", "smolvlm", "glm4v")
 SIMILAR_FAMILIES = ("glm46v", "glm4v_moe", "glm_ocr", "qwen2_vl")
-OTHERS = ("ernie4_5_vl_moe", "llava", "llavaonevision1_5", "octavo_vlm", "nvila", "nvila_lite", "mpt")
+OTHERS = ("ernie4_5_vl_moe", "llava", "llavaonevision1_5", "octavo_vlm", "octavo_llava", "nvila", "nvila_lite", "mpt")
 FAMILIES = {
     "qwen3_vl": 64,
     "qwen3": 64,

@@ -12,6 +12,10 @@ from transformers import (
     CLIPVisionModel,
     Dinov2Config,
     Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
     PreTrainedModel,
     SiglipVisionConfig,
     SiglipVisionModel,
@@ -44,7 +48,19 @@ TOWERS: dict[str, tuple[type[PreTrainedModel], object, dict[str, object]]] = {
         Dinov2Config(**SMALL, image_size=24),
         {**CROP, "image_processor_type": "BitImageProcessor"},
     ),
+    "dinov2_with_registers": (
+        Dinov2WithRegistersModel,
+        Dinov2WithRegistersConfig(**SMALL, image_size=24, num_register_tokens=3),
+        {**CROP, "image_processor_type": "BitImageProcessor"},
+    ),
+    "dinov3": (
+        DINOv3ViTModel,
+        DINOv3ViTConfig(**SMALL, image_size=24, num_register_tokens=4),
+        {"size": SQUARE, "image_processor_type": "DINOv3ViTImageProcessorFast"},
+    ),
 }
+LEADING = {"clip": 1, "siglip": 0, "dinov2": 1, "dinov2_with_registers": 4, "dinov3": 5}
+"""Tokens before the patches."""
 
 
 def write_settings(folder: Path, settings: dict[str, object]) -> None:

@@ -20,19 +20,19 @@ from transformers import (
     SiglipVisionConfig,
     SiglipVisionModel,
 )
+from transformers.models.internvl.modeling_internvl import InternVLModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger
 
 from octavo import models
+from octavo.cli import terminal
 from octavo.cli.main import main
 from octavo.config import load_config
 from octavo.models.compose.compose import Parts, compose
 from octavo.models.compose.template import add_images
 from octavo.models.compose.tile import resize_positions
 from tests.models.conftest import conversation, some_image
-from tests.models.small_towers import PATCH, SIDE, SMALL, SQUARE, TOWERS, copy, encode, write_settings
+from tests.models.small_towers import LEADING, PATCH, SIDE, SMALL, SQUARE, TOWERS, copy, encode, write_settings
 from tests.requirements_real import require
-
-LEADING = {"clip": 1, "siglip": 0, "dinov2": 1}
-
 
 DECODERS = ("llama", "qwen3", "qwen3_moe")  # untied, tied, experts
 
@@ -58,6 +58,9 @@ def test_stock_model_has_the_features_of_the_tower_and_the_text_of_the_decoder(
     kind: str, decoder: str, tower, checkpoint, composed
 ) -> None:
     folder = composed(kind, decoder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == (
+        "octavo_llava" if LEADING[kind] > 1 else "llava"
+    )
     stock = AutoModelForImageTextToText.from_pretrained(folder).eval()
     alone, language = (
         TOWERS[kind][0].from_pretrained(tower(kind)).eval(),
@@ -81,8 +84,9 @@ def test_stock_model_has_the_features_of_the_tower_and_the_text_of_the_decoder(
     assert set(models.describe(ours).components) == {"image_encoder", "image_projector", "foundation", "lm_head"}
 
 
-def test_stock_model_generates_the_tokens_of_octavo(composed) -> None:
-    folder = composed("siglip", "qwen3")
+@pytest.mark.parametrize("kind", ["siglip", "dinov3"])
+def test_stock_model_generates_the_tokens_of_octavo(kind: str, composed) -> None:
+    folder = composed(kind, "qwen3")
     processor, image = models.load_processor(folder), some_image().convert("RGB")
     inputs = encode(processor, image)
     stock = AutoModelForImageTextToText.from_pretrained(folder)
@@ -163,12 +167,58 @@ def test_another_image_size_interpolates_positions(kind: str, tower, checkpoint,
     alone = TOWERS[kind][0].from_pretrained(tower(kind)).eval()
     inputs = encode(models.load_processor(tmp_path / "model"), some_image(2, (40, 30)).convert("RGB"))
     assert inputs["pixel_values"].shape[-2:] == (24, 24)
-    options = {} if kind == "dinov2" else {"interpolate_pos_encoding": True}
+    options = {} if kind.startswith("dino") else {"interpolate_pos_encoding": True}
     with torch.no_grad():
         hidden = alone(inputs["pixel_values"], output_hidden_states=True, **options).hidden_states[-2]
         expected = stock.model.multi_modal_projector(hidden[:, LEADING[kind] :])[0]
         (features,) = stock.get_image_features(inputs["pixel_values"]).pooler_output
     torch.testing.assert_close(features, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["norm_mlp2", "merge_mlp2", "pixel_shuffle_mlp2"])
+def test_projector_computes_what_its_source_does(kind: str, tower, checkpoint, tmp_path: Path) -> None:
+    """Qwen2-VL's merger, InternVL's pixel shuffle and projector, and LLaVA's layers after a norm, with the same
+    weights."""
+    done = compose(Parts(tower("siglip"), checkpoint("qwen3"), kind, init_std=0.1), tmp_path / "model")
+    assert done.why.endswith(f"because LLaVA's class has no projector {kind}") and done.projector == kind
+    model = models.load(tmp_path / "model").eval()
+    projector, side = model.model.multi_modal_projector, SIDE // PATCH
+    for parameter in (projector.norm.weight, projector.norm.bias, projector.linear_1.bias):
+        torch.nn.init.normal_(parameter, 1.0)
+    inputs = encode(models.load_processor(tmp_path / "model"), some_image(1, (40, 30)).convert("RGB"))
+    tokens = side**2 if kind == "norm_mlp2" else side**2 // 4
+    assert (inputs["input_ids"] == model.config.image_token_id).sum() == tokens == done.image_tokens
+    with torch.no_grad():
+        output = model.model.get_image_features(inputs["pixel_values"])
+        (patches,), (features,) = output.last_hidden_state, output.pooler_output
+        first, second, norm = projector.linear_1, projector.linear_2, projector.norm
+        if kind == "merge_mlp2":
+            merger = PatchMerger(dim=len(second.bias), context_dim=patches.shape[1])
+            merger.load_state_dict(
+                {"ln_q.weight": norm.weight, "ln_q.bias": norm.bias, "mlp.0.weight": first.weight,
+                 "mlp.0.bias": first.bias, "mlp.2.weight": second.weight, "mlp.2.bias": second.bias}
+            )  # fmt: skip
+            # Qwen's processor orders patches so that the four of a token follow each other.
+            order = torch.arange(side**2).view(side // 2, 2, side // 2, 2).transpose(1, 2).flatten()
+            expected = merger(patches[order])
+        else:
+            if kind == "pixel_shuffle_mlp2":
+                patches = InternVLModel.pixel_shuffle(None, patches.contiguous().view(1, side, side, -1), 0.5)[
+                    0
+                ].flatten(0, 1)
+            normed = torch.nn.functional.layer_norm(patches, patches.shape[-1:], norm.weight, norm.bias, 1e-6)
+            expected = second(torch.nn.functional.gelu(first(normed)))
+    torch.testing.assert_close(features, expected)
+    assert features.std() > 0.1 and features.shape == (tokens, len(second.bias))
+
+
+def test_dinov3_does_not_move_its_positions_at_random(tower, checkpoint, tmp_path: Path) -> None:
+    """Its configuration asks for random positions in training, with which no step could be repeated."""
+    assert json.loads((tower("dinov3") / "config.json").read_text())["pos_embed_rescale"] == 2.0
+    compose(Parts(tower("dinov3"), checkpoint("qwen3")), tmp_path / "model")
+    model, pixels = models.load(tmp_path / "model").train(), torch.randn(1, 3, SIDE, SIDE)
+    one, two = (model.model.get_image_features(pixels).pooler_output for _ in range(2))
+    assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -271,7 +321,10 @@ def test_tower_of_a_whole_clip(checkpoint, tmp_path: Path) -> None:
         assert torch.equal(inner.state_dict()[name], value), name
 
 
-def test_command_writes_the_folder_and_says_what_it_has(tower, checkpoint, tmp_path: Path, capsys) -> None:
+def test_command_writes_the_folder_and_says_what_it_has(
+    tower, checkpoint, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "WIDTH", 300)  # temporary folders may have long names
     words = ["compose", "--image-encoder", str(tower("siglip")), "--foundation", str(checkpoint("qwen3"))]
     assert main([*words, "-o", str(tmp_path / "one")]) == 0
     said = capsys.readouterr().out
@@ -371,7 +424,7 @@ def test_configuration_with_parts_composes_its_model_once(
             {"foundation": {"path": "rows.json", "revision": "v1"}},
             "model.foundation.revision: has no effect on a",
         ),
-        ({"image_encoder": {"path": "tower", "image_size": 15}}, "^octavo train: an image of 15 pixels cannot be cut"),
+        ({"image_encoder": {"path": "tower", "image_size": 15}}, "octavo train: an image of 15 pixels cannot be cut"),
         (
             {"image_encoder": {"path": "tower", "feature_layer": 9}},
             "model.image_encoder.feature_layer 9: .* has 3",

@@ -173,7 +173,7 @@ def test_all_problems_are_reported_at_once_and_nothing_is_written(tower, checkpo
     ("part", "changes", "problem"),
     [
         ("clip", {"model_type": "siglip2"}, "'siglip2' cannot be composed: NaFlex images have any size"),
-        ("clip", {"model_type": "dinov3_vit"}, "'dinov3_vit' cannot be composed: it prepends registers"),
+        ("clip", {"model_type": "dinov3_convnext"}, "'dinov3_convnext' cannot be composed: it has no patches"),
         (
             "clip",
             {"model_type": "clip_vision"},
@@ -197,6 +197,33 @@ def test_parts_that_do_not_fit_are_refused(
     encoder, decoder = (changed, checkpoint("qwen3")) if part in TOWERS else (tower("clip"), changed)
     with pytest.raises(ModelError, match=problem):
         compose(Parts(encoder, decoder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "projector", "size", "problem"),
+    [
+        (
+            "siglip",
+            "merge_mlp2",
+            20,
+            "merges 2 x 2 patches, and an image of 20 pixels has 5 x 5 of 4; .* --image-size 24",
+        ),
+        ("siglip", "pixel_shuffle", None, "projectors are mlp2, .*Did you mean 'pixel_shuffle_mlp2'"),
+        (
+            "qwen2_vl",
+            "mlp2",
+            None,
+            "--projector mlp2: .* has a merger, which is the projector; remove it, or name merge_",
+        ),
+    ],
+)
+def test_projectors_that_do_not_fit_are_refused(
+    family: str, projector: str, size: int | None, problem: str, tower, checkpoint, tmp_path: Path
+) -> None:
+    encoder = tower(family) if family in TOWERS else checkpoint(family)
+    with pytest.raises(ModelError, match=problem):
+        compose(Parts(encoder, checkpoint("qwen3"), projector, size), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -143,7 +143,11 @@ class ImageEncoderPart(Section):
 class ImageProjectorPart(Section):
     """The projector of a composed model, whose weights are random."""
 
-    kind: Literal["mlp2"] = Field(default="mlp2", description="mlp2: two linear layers with GELU between them.")
+    kind: Literal["mlp2", "norm_mlp2", "merge_mlp2", "pixel_shuffle_mlp2"] | None = Field(
+        default=None,
+        description="Two linear layers: LLaVA-1.5's (mlp2), after a LayerNorm (norm_mlp2), of 2 x 2 patches merged as "
+        "in Qwen2-VL (merge_mlp2) or InternVL (pixel_shuffle_mlp2). Absent: mlp2, or the merger of a Qwen-VL.",
+    )
     init_std: float | None = Field(
         default=None, gt=0, lt=1, description="Standard deviation. Absent: the decoder's initializer_range."
     )

@@ -1,8 +1,9 @@
 """Writes a model of images and text from an image encoder, a fresh projector and a decoder, as a Hugging Face folder.
 
-An image encoder for images of one size gives the shape of LLaVA (`model_type: llava`), which transformers loads without
-Octavo. One for images of any size gives a shape of Octavo's own (`octavo_vlm`). In both, features of an image pass
-a projector of two linear layers and replace the embeddings of as many image tokens.
+An image encoder for images of one size with LLaVA's projector gives the shape of LLaVA (`model_type: llava`), which
+transformers loads without Octavo. Registers and other projectors give a shape of Octavo's own (`octavo_llava`), and so
+do image encoders for images of any size (`octavo_vlm`). In all, features of an image pass a projector of two linear
+layers and replace the embeddings of as many image tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from octavo.base.wording import did_you_mean
 from octavo.models.compose.encoder import check_weights, read_encoder
 from octavo.models.compose.foundation import read_foundation
 from octavo.models.compose.tile import FEATURE_LAYER
+from octavo.models.custom.composed import PROJECTORS
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_weight_files, silence_transformers, wrap_errors
 from octavo.models.processors.processors import load_processor
 from octavo.models.structure.describe import describe
 
-PROJECTORS = ("mlp2",)
-"""Kinds of projectors: `mlp2` has two linear layers with GELU between them, as LLaVA-1.5."""
 INIT_STD = 0.02
 """Standard deviation of a projector's weights if neither the user nor the decoder names one."""
 _TRIAL_TOKENS = 8
@@ -42,7 +42,7 @@ class Parts:
 
     image_encoder  folder of CLIP, SigLIP, DINOv2 or a Qwen-VL
     foundation     folder of a decoder
-    projector      one of :data:`PROJECTORS`
+    projector      a name in `PROJECTORS` (default: LLaVA's, or the merger of a Qwen-VL)
     image_size     pixels of an image, in each direction (default: the image encoder's)
     feature_layer  the hidden state of the image encoder that is the feature, as LLaVA's `vision_feature_layer`
     chat_template  file with a template that takes images (default: the decoder's own, to which images are added)
@@ -53,7 +53,7 @@ class Parts:
 
     image_encoder: Path
     foundation: Path
-    projector: str = PROJECTORS[0]
+    projector: str | None = None
     image_size: int | None = None
     feature_layer: int = FEATURE_LAYER
     chat_template: Path | None = None
@@ -64,11 +64,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class Composed:
-    """A written model: its folder, parameters by component, tokens and size of an image if they are fixed, and why it
-    has its shape."""
+    """A written model: its folder, parameters by component, kind of projector, tokens and size of an image if they are
+    fixed, and why it has its shape."""
 
     directory: Path
     parameters: Mapping[str, int]
+    projector: str
     image_tokens: int | None
     image_size: int | None
     why: str
@@ -90,14 +91,16 @@ def compose(parts: Parts, target: Path, log: Callable[[str], None] = lambda text
         problems.append(f"{target} cannot be written: {nearest} is not writable")
     elif not target_folder.is_free(target):
         problems.append(f"{target} is not empty, and nothing is overwritten; name another folder")
-    if parts.projector not in PROJECTORS:
+    projector = parts.projector
+    if projector is not None and projector not in PROJECTORS:
         known = f"the projectors are {', '.join(PROJECTORS)}"
-        problems.append(f"--projector {parts.projector}: {known}.{did_you_mean(parts.projector, PROJECTORS)}")
+        problems.append(f"--projector {projector}: {known}.{did_you_mean(projector, PROJECTORS)}")
+        projector = None
     if parts.init_std is not None and not 0 < parts.init_std < 1:
         problems.append(f"--init-std {parts.init_std}: it must be above 0 and below 1")
     if unknown := [name for name in parts.init if name != "image_encoder"]:
         problems.append(f"--init {unknown[0]}: only image_encoder can have random weights")
-    encoder = read_encoder(parts.image_encoder, parts.image_size, parts.feature_layer, problems)
+    encoder = read_encoder(parts.image_encoder, parts.image_size, parts.feature_layer, projector, problems)
     tokens = None if encoder is None else encoder.tokens
     foundation = read_foundation(parts.foundation, parts.chat_template, tokens, problems)
     for part, check in ((encoder if not parts.init else None, check_weights), (foundation, check_weight_files)):
@@ -122,7 +125,7 @@ def compose(parts: Parts, target: Path, log: Callable[[str], None] = lambda text
     encoder.place(model, dtype, parts.seed if parts.init else None)
     # A decoder may have no deviation, or one of zero.
     std = parts.init_std or getattr(foundation.config, "initializer_range", None) or INIT_STD
-    _draw(encoder.projector(model), dtype, std, parts.seed)
+    _draw(encoder.projector_of(model), dtype, std, parts.seed)
     if bad := fp8.find_nonfinite(model.named_parameters()):
         raise ModelError(f"{encoder.folder}: {bad[0]} has NaN or infinity; download or write the weights again")
     with wrap_errors(f"{type(decoder).__name__} of {foundation.folder} cannot be composed"):
@@ -136,7 +139,7 @@ def compose(parts: Parts, target: Path, log: Callable[[str], None] = lambda text
         load_processor(folder)  # raises if the files contradict each other
         atomic_write.sync_tree(folder)
     size = encoder.config.image_size if encoder.tokens is not None else None
-    return Composed(target, _count(model), encoder.tokens, size, encoder.why)
+    return Composed(target, _count(model), encoder.projector, encoder.tokens, size, encoder.why)
 
 
 def _place_decoder(model: PreTrainedModel, decoder: PreTrainedModel) -> None:

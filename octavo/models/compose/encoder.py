@@ -13,14 +13,17 @@ from octavo.models.folder.folder import check_weight_files, read_json
 from octavo.models.folder.quantization import read_quantization
 from octavo.models.processors.image import settings_file
 
+LLAVA, MERGER = "mlp2", "merge_mlp2"
+"""The projector of towers for images of one size if none is named; the one that Qwen's towers have."""
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 def read_encoder(
-    folder: Path, image_size: int | None, feature_layer: int, problems: list[str]
+    folder: Path, image_size: int | None, feature_layer: int, projector: str | None, problems: list[str]
 ) -> TileEncoder | GridEncoder | None:
     """Read the configuration and the image processor of an image encoder's folder. Adds a sentence to `problems` for
-    each thing that keeps it from being composed, and returns None if there is any."""
+    each thing that keeps it from being composed, and returns None if there is any. `projector` is a known name or
+    None."""
     try:
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a folder: an image encoder is a local Hugging Face folder")
@@ -43,8 +46,12 @@ def read_encoder(
             problems.append(
                 f"--feature-layer: {folder} has a merger, which takes the output of the last block; remove it"
             )
+        if projector not in (None, MERGER):
+            problems.append(
+                f"--projector {projector}: {folder} has a merger, which is the projector; remove it, or name {MERGER}"
+            )
         return read_grid_encoder(folder, settings, image_size, problems)
-    return read_tile_encoder(folder, settings, image_size, feature_layer, problems)
+    return read_tile_encoder(folder, settings, image_size, feature_layer, projector or LLAVA, problems)
 
 
 def check_weights(folder: Path) -> None:

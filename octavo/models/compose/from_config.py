@@ -39,6 +39,7 @@ def compose_model(cfg: Config, log: Callable[[str], None]) -> None:
     parts = Parts(
         _folder("image_encoder", encoder, log),
         _folder("foundation", foundation, log),
+        None if projector is None else projector.kind,
         image_size=encoder.image_size,
         feature_layer=encoder.feature_layer,
         chat_template=None if foundation.chat_template is None else Path(foundation.chat_template),

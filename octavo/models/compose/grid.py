@@ -38,6 +38,7 @@ class GridEncoder:
     is_whole: bool
 
     tokens = None  # of an image: they depend on its size
+    projector = "merge_mlp2"
 
     @property
     def why(self) -> str:
@@ -64,7 +65,8 @@ class GridEncoder:
             self._load(tower)
         cast(nn.Module, model.model).visual = tower
 
-    def projector(self, model: PreTrainedModel) -> nn.Module:
+    @staticmethod
+    def projector_of(model: PreTrainedModel) -> nn.Module:
         """Return the projector of the composed model."""
         return model.get_submodule("model.visual.merger")
 

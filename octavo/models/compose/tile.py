@@ -3,9 +3,12 @@ projector receives.
 
     CLIP      class token and patches; the class token is dropped
     SigLIP    patches (also SigLIP 2 of a fixed size)
-    DINOv2    class token and patches; the class token is dropped; positions are interpolated to the size of its images
+    DINOv2    class token, registers if it has them, and patches, of which the patches are kept; positions are
+              interpolated to the size of its images
+    DINOv3    class token, registers and patches, of which the patches are kept; its positions are rotary
 
 Features are the tower's hidden states after the layer before the last (LLaVA's choice), without the tower's last norm.
+With LLaVA's projector and at most one token to drop, the composed model has the shape of LLaVA.
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ from transformers import (
     CLIPVisionModel,
     Dinov2Config,
     Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedConfig,
@@ -33,7 +40,13 @@ from transformers import (
 
 from octavo.base.wording import did_you_mean
 from octavo.models.compose import grid
-from octavo.models.custom.composed import IMAGE_TOKEN, TOWERS
+from octavo.models.custom.composed import (
+    IMAGE_TOKEN,
+    PROJECTORS,
+    TOWERS,
+    OctavoLlavaConfig,
+    OctavoLlavaForConditionalGeneration,
+)
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_sizes, read_json, silence_transformers, wrap_errors
 from octavo.models.processors.image import settings_file
@@ -47,13 +60,19 @@ FEATURE_LAYER = -2
 
 @dataclass(frozen=True)
 class _Tower:
-    """How one kind of tower is built and read. `whole`: the `model_type` of a model of which it is a part."""
+    """How one kind of tower is built and read.
+
+    positions   the parameter with learned positions, "" if there is none; `antialias`: how they are interpolated
+    processor   its image processor
+    whole       the `model_type` of a model of which it is a part
+    """
 
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
     positions: str
     processor: str
     whole: str = ""
+    antialias: bool = False
 
 
 _TOWERS: Mapping[str, _Tower] = {
@@ -64,31 +83,43 @@ _TOWERS: Mapping[str, _Tower] = {
         SiglipVisionConfig, SiglipVisionModel, "embeddings.position_embedding.weight", "SiglipImageProcessor", "siglip"
     ),
     "dinov2": _Tower(Dinov2Config, Dinov2Model, "embeddings.position_embeddings", "BitImageProcessor"),
+    "dinov2_with_registers": _Tower(
+        Dinov2WithRegistersConfig,
+        Dinov2WithRegistersModel,
+        "embeddings.position_embeddings",
+        "BitImageProcessor",
+        antialias=True,
+    ),
+    "dinov3_vit": _Tower(DINOv3ViTConfig, DINOv3ViTModel, "", "DINOv3ViTImageProcessor"),
 }
 """`model_type` of a tower -> how it is built."""
+_DINOV3_PROCESSOR = "DINOv3ViTImageProcessor"
+"""It needs torchvision. SigLIP's resizes before it scales values to [0, 1], and is the same otherwise."""
+_IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+_SETTINGS = {"vision_use_head": False, "use_mask_token": False} | dict.fromkeys(
+    ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+)
 
 _UNSUPPORTED = {
     **dict.fromkeys(
         ("siglip2", "siglip2_vision_model"),
         "NaFlex images have any size, and the projector receives features of one size; use a SigLIP 2 of a fixed size",
     ),
-    **dict.fromkeys(
-        ("dinov2_with_registers", "dinov3_vit"),
-        "it prepends registers to the patches, which LLaVA's model class would take for patches",
-    ),
+    "dinov3_convnext": "it has no patches; use a DINOv3 with model_type dinov3_vit",
 }
 """`model_type` -> why it cannot be composed, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
 class TileEncoder:
-    """An image encoder, read without its weights; the composed model has the shape of LLaVA.
+    """An image encoder, read without its weights.
 
     folder         of its weights
     config         with the image size of the composed model
     stored_size    pixels of an image, in each direction, for which the folder has positions
     processor      the contents of preprocessor_config.json for the composed model
     feature_layer  the hidden state that is the feature
+    projector      a name in `PROJECTORS`
     """
 
     folder: Path
@@ -96,6 +127,7 @@ class TileEncoder:
     stored_size: int
     processor: Mapping[str, object]
     feature_layer: int
+    projector: str
 
     @property
     def kind(self) -> _Tower:
@@ -107,24 +139,54 @@ class TileEncoder:
         return leading_tokens(self.config)
 
     @property
+    def is_llava(self) -> bool:
+        """Whether LLaVA's class has this projector, and drops as many leading tokens."""
+        return self.projector == "mlp2" and self.leading <= 1
+
+    @property
     def select_strategy(self) -> Literal["default", "full"]:
         """LLaVA's word for dropping one leading token ("default") or none."""
         return "default" if self.leading else "full"
 
     @property
+    def merge(self) -> int:
+        """Patches that the projector merges, in each direction."""
+        return PROJECTORS[self.projector].merge
+
+    @property
     def tokens(self) -> int:
         """Features of an image."""
-        return cast(int, (self.config.image_size // self.config.patch_size) ** 2)
+        return cast(int, (self.config.image_size // self.config.patch_size // self.merge) ** 2)
 
     @property
     def why(self) -> str:
         """Why the composed model has its shape, as the end of a sentence."""
         features = f"{self.config.model_type} gives each image {self.tokens} features"
-        return f"LLaVA's shape (model_type llava), because {features}"
+        if self.is_llava:
+            return f"LLaVA's shape (model_type llava), because {features}"
+        reasons = [f"LLaVA's class has no projector {self.projector}"] * (self.projector != "mlp2")
+        reasons += [f"{self.config.model_type} has registers"] * (self.leading > 1)
+        return f"Octavo's shape (model_type octavo_llava), because {' and '.join(reasons)}"
 
-    def build(self, text: PreTrainedConfig, image_token_id: int) -> LlavaForConditionalGeneration:
+    def build(
+        self, text: PreTrainedConfig, image_token_id: int
+    ) -> LlavaForConditionalGeneration | OctavoLlavaForConditionalGeneration:
         """Return the composed model without weights."""
-        config = LlavaConfig(
+        with torch.device("meta"):
+            if self.is_llava:
+                return LlavaForConditionalGeneration(self._llava_config(text, image_token_id))
+            config = OctavoLlavaConfig(
+                vision_config=self.config,
+                text_config=text,
+                image_token_id=image_token_id,
+                projector=self.projector,
+                vision_feature_layer=self.feature_layer,
+                leading_tokens=self.leading,
+            )
+            return OctavoLlavaForConditionalGeneration(config)
+
+    def _llava_config(self, text: PreTrainedConfig, image_token_id: int) -> LlavaConfig:
+        return LlavaConfig(
             vision_config=self.config,
             text_config=text,
             image_token_index=image_token_id,
@@ -133,8 +195,6 @@ class TileEncoder:
             vision_feature_select_strategy=self.select_strategy,
             tie_word_embeddings=text.tie_word_embeddings,
         )
-        with torch.device("meta"):
-            return LlavaForConditionalGeneration(config)
 
     def place(self, model: PreTrainedModel, dtype: torch.dtype, seed: int | None) -> None:
         """Give the model's tower the weights of the folder, or with a seed random ones. Raises ModelError."""
@@ -147,18 +207,20 @@ class TileEncoder:
             torch.manual_seed(seed)
             inner.vision_tower = self.kind.model._from_config(config).to(dtype)
 
-    def projector(self, model: PreTrainedModel) -> nn.Module:
+    @staticmethod
+    def projector_of(model: PreTrainedModel) -> nn.Module:
         """Return the projector of the composed model."""
         return model.get_submodule("model.multi_modal_projector")
 
     def processor_files(self) -> dict[str, dict[str, object]]:
         """Return the files of the composed model's processor."""
+        # The processor counts patches; merged ones count as one larger patch.
         entries: dict[str, object] = {
             "processor_class": "LlavaProcessor",
             "image_token": IMAGE_TOKEN,
-            "patch_size": self.config.patch_size,
-            "vision_feature_select_strategy": self.select_strategy,
-            "num_additional_image_tokens": self.leading,
+            "patch_size": self.config.patch_size * self.merge,
+            "vision_feature_select_strategy": self.select_strategy if self.is_llava else "full",
+            "num_additional_image_tokens": self.leading if self.is_llava else 0,
         }
         return {"preprocessor_config.json": dict(self.processor), "processor_config.json": entries}
 
@@ -183,24 +245,26 @@ class TileEncoder:
         return tower
 
     def _resize_positions(self, tower: PreTrainedModel) -> None:
-        if self.stored_size == self.config.image_size:
+        if self.stored_size == self.config.image_size or not self.kind.positions:
+            tower.config.image_size = self.config.image_size
             return
         name, _, attribute = self.kind.positions.rpartition(".")
         owner = tower.get_submodule(name)
         stored = cast(Tensor, getattr(owner, attribute)).detach()
         side = self.config.image_size // self.config.patch_size
-        resized = resize_positions(stored.flatten(0, -2), self.leading, side)
+        first = min(self.leading, 1)  # the class token has a position, registers have none
+        resized = resize_positions(stored.flatten(0, -2), first, side, self.kind.antialias)
         setattr(owner, attribute, torch.nn.Parameter(resized.view(*stored.shape[:-2], *resized.shape)))
         tower.config.image_size = self.config.image_size
 
 
-def resize_positions(positions: Tensor, leading: int, side: int) -> Tensor:
+def resize_positions(positions: Tensor, leading: int, side: int, antialias: bool = False) -> Tensor:
     """Return learned positions [leading + n^2, C] for side^2 patches, interpolated as transformers' towers do it
-    (bicubic, in fp32). Positions of leading tokens do not change."""
+    (bicubic, in fp32, DINOv2 with registers with antialiasing). Positions of leading tokens do not change."""
     patches = positions[leading:]
     before = round(len(patches) ** 0.5)
     grid = patches.float().view(1, before, before, -1).permute(0, 3, 1, 2)
-    grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+    grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False, antialias=antialias)
     rows = grid.permute(0, 2, 3, 1).flatten(0, 2).to(positions.dtype)
     return torch.cat([positions[:leading], rows])
 
@@ -213,7 +277,12 @@ def _is_left_out(name: str) -> bool:
 
 
 def read_tile_encoder(
-    folder: Path, settings: Mapping[str, object], image_size: int | None, feature_layer: int, problems: list[str]
+    folder: Path,
+    settings: Mapping[str, object],
+    image_size: int | None,
+    feature_layer: int,
+    projector: str,
+    problems: list[str],
 ) -> TileEncoder | None:
     """Read the configuration of a tower's folder, and adapt the settings of its image processor. Adds a sentence to
     `problems` for each thing that keeps it from being composed, and returns None if there is any."""
@@ -224,8 +293,8 @@ def read_tile_encoder(
         problems.append(str(error))
         return None
     processed, stored = _size_of(settings), config.image_size
-    # A DINOv2 interpolates its positions, and is published for larger images than its processor makes.
-    size = image_size or (processed if config.model_type == "dinov2" else stored)
+    # A DINO interpolates its positions, and is published for larger images than its processor makes.
+    size = image_size or (processed if config.model_type.startswith("dino") else stored)
     if image_size is None and processed not in (None, size):
         problems.append(
             f"{settings_file(folder)} makes images of {processed} pixels, but {folder / 'config.json'} takes {stored}; "
@@ -238,6 +307,12 @@ def read_tile_encoder(
             f"an image of {size} pixels cannot be cut into patches of {config.patch_size}; the nearest sizes are "
             f"{size // config.patch_size * config.patch_size} and {-(-size // config.patch_size) * config.patch_size}"
         )
+    elif (merge := PROJECTORS[projector].merge) > 1 and (side := size // config.patch_size) % merge:
+        even = [config.patch_size * (side + step) for step in (-1, 1)]
+        problems.append(
+            f"--projector {projector} merges 2 x 2 patches, and an image of {size} pixels has {side} x {side} of "
+            f"{config.patch_size}; the nearest sizes are {even[0]} and {even[1]}: --image-size {even[1]}"
+        )
     layers = config.num_hidden_layers
     if not -layers - 1 <= feature_layer <= layers or feature_layer == 0:  # transformers takes 0 for an absent value
         problems.append(
@@ -247,6 +322,8 @@ def read_tile_encoder(
     if getattr(config, "num_channels", 3) != 3:
         problems.append(f"{folder / 'config.json'}: num_channels is {config.num_channels}; images have 3")
     name = _processor_name(settings, config)
+    if name == _DINOV3_PROCESSOR:
+        name, settings = "SiglipImageProcessor", {"resample": 2, **_IMAGENET, **settings}
     if name not in IMAGE_PROCESSORS:
         known = ", ".join(IMAGE_PROCESSORS)
         problems.append(f"{settings_file(folder)}: image_processor_type is {name!r:.80}; expected one of {known}")
@@ -255,13 +332,14 @@ def read_tile_encoder(
     if len(problems) > before or size is None:
         return None
     config.image_size = size
-    # Parts of a tower that no feature passes: a pooling head, and the token of masked patches.
-    for setting in ("vision_use_head", "use_mask_token"):
+    # Parts of a tower that no feature passes: a pooling head, and the token of masked patches. DINOv3 would move its
+    # positions at random in training, so that a step could not be repeated.
+    for setting, value in _SETTINGS.items():
         if hasattr(config, setting):
-            setattr(config, setting, False)
+            setattr(config, setting, value)
     named = {**settings, "image_processor_type": name, "processor_class": "LlavaProcessor"}
     adapted = named if processed == size else _with_size(named, size)
-    return TileEncoder(folder, config, stored, adapted, feature_layer)
+    return TileEncoder(folder, config, stored, adapted, feature_layer, projector)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

@@ -55,6 +55,12 @@ FAMILIES = {
             composed.OctavoVlmForConditionalGeneration,
             composed.renamings,
         ),
+        CustomFamily(
+            composed.OctavoLlavaConfig,
+            composed.OctavoLlavaModel,
+            composed.OctavoLlavaForConditionalGeneration,
+            composed.renamings,
+        ),
         CustomFamily(nvila.NvilaConfig, nvila.NvilaModel, nvila.NVILAForConditionalGeneration, nvila.renamings),
         CustomFamily(
             nvila.NvilaLiteConfig, nvila.NvilaLiteModel, nvila.NVILALiteForConditionalGeneration, nvila.renamings

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from octavo.models.custom.composed import ComposedConfig
 from octavo.models.custom.register import is_custom
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import silence_transformers, wrap_errors
@@ -111,6 +112,8 @@ def full_default_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfi
     """Return the default configuration with all sub-configurations, including those that are None by default, such as
     Gemma 4's tower. Raises ModelError if the class has no default."""
     with wrap_errors(f"no default configuration of {config_class.__name__}"):
+        if issubclass(config_class, ComposedConfig):
+            return config_class.of_default_parts()
         config = config_class()
         left = {
             name: part()

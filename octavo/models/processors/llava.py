@@ -74,3 +74,16 @@ class LlavaImageTextProcessor(ProcessorTraits, LlavaProcessor):
         side = self.image_processor.crop_size or self.image_processor.size
         like = {"pixel_values": [np.empty((3, side["height"], side["width"]))]}
         return self.replace_image_token(like, 0).count(self.image_token)
+
+
+class ComposedTileProcessor(LlavaImageTextProcessor):
+    """LlavaProcessor for composed models: merged patches are counted as one larger patch, and leading tokens of the
+    tower are no features."""
+
+    @staticmethod
+    def options(config: PreTrainedConfig) -> dict[str, object]:
+        return {
+            "patch_size": config.vision_config.patch_size * config.merge,
+            "vision_feature_select_strategy": "full",
+            "num_additional_image_tokens": 0,
+        }

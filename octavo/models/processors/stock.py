@@ -36,7 +36,7 @@ from octavo.models.custom.nvila.processor import NvilaProcessor
 from octavo.models.folder.chat import WithDeadline
 from octavo.models.folder.processor_base import ProcessorTraits, TraitsWithoutVideo
 from octavo.models.processors.frames import as_images
-from octavo.models.processors.llava import LlavaImageTextProcessor
+from octavo.models.processors.llava import ComposedTileProcessor, LlavaImageTextProcessor
 from octavo.models.processors.video import VideoProcessor, metadata
 
 # The type checker sees only the first branch: the classes of both have the same interface, but no common type.
@@ -431,6 +431,7 @@ PROCESSORS: Mapping[str, type[ProcessorMixin]] = {
         OneVision15ImageTextProcessor,
         PixtralImageTextProcessor,
         LlavaImageTextProcessor,
+        ComposedTileProcessor,
         LlavaOnevisionImageTextProcessor,
         SmolVLMImageTextProcessor,
         Gemma3ImageTextProcessor,

@@ -25,6 +25,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
+from transformers.backbone_utils import BackboneConfigMixin
 
 from octavo.fp8.policy import nearest
 from octavo.models.custom.mpt import MPTConfig
@@ -221,3 +222,6 @@ def _shorten(config: PreTrainedConfig, layers: int) -> None:
         config.layer_types = config.layer_types[:layers]
     if getattr(config, "deepstack_visual_indexes", None) is not None:
         config.deepstack_visual_indexes = [i for i in config.deepstack_visual_indexes if i < layers]
+    if isinstance(config, BackboneConfigMixin):  # a DINO, whose outputs as a backbone are named after its blocks
+        config.stage_names = config.stage_names[: 1 + layers]
+        config.set_output_features_output_indices(out_features=None, out_indices=None)

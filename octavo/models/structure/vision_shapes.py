@@ -177,6 +177,8 @@ def _one_tile(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -
     if (pooled := getattr(config, "mm_tokens_per_image", None)) is not None:
         return Vision("tiles", patch, channels, 1, tile, tile, 0, pooled, most=1)
     prefix = leading_tokens(config.vision_config)
+    if (tokens := getattr(config, "image_tokens", None)) is not None:
+        return Vision("tiles", patch, channels, 1, tile, tile, prefix, tokens, most=1)
     dropped = 0 if config.vision_feature_select_strategy == "full" else 1
     return Vision("tiles", patch, channels, 1, tile, tile, prefix, cells + prefix - dropped, most=1)
 

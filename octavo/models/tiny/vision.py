@@ -25,7 +25,7 @@ from transformers import (
     SmolVLMConfig,
 )
 
-from octavo.models.custom.composed import OctavoVlmConfig
+from octavo.models.custom.composed import OctavoLlavaConfig, OctavoVlmConfig
 from octavo.models.custom.nvila import NvilaConfig, NvilaLiteConfig
 from octavo.models.custom.nvila.templates import TEMPLATES
 from octavo.models.tiny import special_tokens
@@ -316,6 +316,30 @@ def octavo_vlm(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     tower = qwen_vision_fields(decoder["hidden_size"], depth=_depth(size), intermediate_size=96)
     tower |= {"model_type": "qwen2_5_vl_vision", "window_size": 16, "fullatt_block_indexes": [1]}
     return OctavoVlmConfig(text_config=decoder, vision_config=tower, image_token_id=ids["<image>"])
+
+
+_COMPOSED_TILE_FILES = processor_files(
+    "LlavaProcessor",
+    "SiglipImageProcessor",
+    {"size": _SQUARE},
+    patch_size=2 * PATCH,
+    vision_feature_select_strategy="full",
+    num_additional_image_tokens=0,
+)
+
+
+@CHECKPOINTS.add(_LLAVA, _COMPOSED_TILE_FILES)
+def octavo_llava(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """DINOv3 with registers, InternVL's pixel shuffle and a Llama. The last layer of the tower gets no gradient, and
+    neither does its token of masked patches."""
+    tower = _tower(size, model_type="dinov3_vit", num_register_tokens=2, pos_embed_rescale=None)
+    return OctavoLlavaConfig(
+        text_config=decoder_fields(size, vocab, model_type="llama", head_dim=32),
+        vision_config={**tower, "num_hidden_layers": _depth(size) + 1},
+        image_token_id=ids["<image>"],
+        projector="pixel_shuffle_mlp2",
+        leading_tokens=3,
+    )
 
 
 def _qwen3_5_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, Any]:

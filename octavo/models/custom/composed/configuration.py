@@ -1,13 +1,14 @@
 """config.json of a composed model: transformers' configurations of its image encoder and of its decoder, and the token
-of images. The layout is Octavo's own (`model_type: octavo_vlm`)."""
+of images. The layout is Octavo's own: `model_type: octavo_vlm` for image encoders that take images of any size,
+`octavo_llava` for those that take images of one size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, Self, cast
 
 from huggingface_hub.dataclasses import strict
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, DINOv3ViTConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -39,15 +40,31 @@ TOWERS: Mapping[str, Tower] = {
 projector."""
 
 
-@strict
-class OctavoVlmConfig(PreTrainedConfig):
-    """Configuration of the full model.
+class ProjectorKind(NamedTuple):
+    """A projector of two linear layers with GELU between them.
 
-    Raises ValueError for an image encoder that is not in :data:`TOWERS`, one whose merger has another width than the
-    decoder, and one with features for the decoder's first layers (DeepStack), which decoders of text do not take.
+    merge   neighbouring features that become one, in each direction
+    norm    a LayerNorm of each feature ("each") or of the merged ones ("merged")
+    widens  the layer between has the width of the merged features, not the decoder's
     """
 
-    model_type = "octavo_vlm"
+    merge: int = 1
+    norm: Literal["", "each", "merged"] = ""
+    widens: bool = False
+
+
+PROJECTORS: Mapping[str, ProjectorKind] = {
+    "mlp2": ProjectorKind(),
+    "norm_mlp2": ProjectorKind(norm="each"),
+    "merge_mlp2": ProjectorKind(2, "each", widens=True),
+    "pixel_shuffle_mlp2": ProjectorKind(2, "merged"),
+}
+"""Projectors by name: LLaVA-1.5's; the same after a LayerNorm; Qwen2-VL's merger; InternVL's."""
+
+
+class ComposedConfig(PreTrainedConfig):
+    """What both layouts have in common."""
+
     sub_configs = {"text_config": AutoConfig, "vision_config": AutoConfig}
     has_no_defaults_at_init = True  # its parts have none, so transformers compares a saved file with nothing
 
@@ -60,20 +77,21 @@ class OctavoVlmConfig(PreTrainedConfig):
         if self.vision_config is None or self.text_config is None:
             raise ValueError("a composed model needs vision_config and text_config")
         if isinstance(self.vision_config, dict):
-            kind = str(self.vision_config.get("model_type"))
-            if kind not in TOWERS:
-                raise ValueError(f"vision_config has model_type {kind:.80}; expected one of {', '.join(TOWERS)}")
-            fields = {key: value for key, value in self.vision_config.items() if key != "model_type"}
-            self.vision_config = TOWERS[kind].config(**fields)
+            self.vision_config = self._read_vision(self.vision_config)
         if isinstance(self.text_config, dict):
             self.text_config = AutoConfig.for_model(**self.text_config)
         super().__post_init__(**kwargs)
         self.tie_word_embeddings = bool(self.text.tie_word_embeddings)
-        width, wanted = getattr(self.vision, TOWERS[self.vision.model_type].width), self.text.hidden_size
-        if width != wanted:
-            raise ValueError(f"vision_config has a merger of width {width}, and the decoder has width {wanted}")
-        if getattr(self.vision, "deepstack_visual_indexes", None):
-            raise ValueError("vision_config has deepstack_visual_indexes, but the decoder takes no such features")
+
+    @classmethod
+    def of_default_parts(cls) -> Self:
+        """Return a configuration of transformers' default parts, for a survey of families."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _read_vision(fields: dict) -> PreTrainedConfig:
+        """Return the configuration of an image encoder. Raises ValueError for one that the layout does not take."""
+        return AutoConfig.for_model(**fields)
 
     @property
     def text(self) -> PreTrainedConfig:
@@ -84,3 +102,78 @@ class OctavoVlmConfig(PreTrainedConfig):
     def vision(self) -> PreTrainedConfig:
         """`vision_config`, converted to an object by `__post_init__`."""
         return cast(PreTrainedConfig, self.vision_config)
+
+
+@strict
+class OctavoVlmConfig(ComposedConfig):
+    """Configuration of a model whose image encoder takes images of any size.
+
+    Raises ValueError for an image encoder that is not in :data:`TOWERS`, one whose merger has another width than the
+    decoder, and one with features for the decoder's first layers (DeepStack), which decoders of text do not take.
+    """
+
+    model_type = "octavo_vlm"
+
+    def __post_init__(self, **kwargs: object) -> None:
+        super().__post_init__(**kwargs)
+        width, wanted = getattr(self.vision, TOWERS[self.vision.model_type].width), self.text.hidden_size
+        if width != wanted:
+            raise ValueError(f"vision_config has a merger of width {width}, and the decoder has width {wanted}")
+        if getattr(self.vision, "deepstack_visual_indexes", None):
+            raise ValueError("vision_config has deepstack_visual_indexes, but the decoder takes no such features")
+
+    @classmethod
+    def of_default_parts(cls) -> Self:
+        text = LlamaConfig()
+        return cls(text_config=text, vision_config=Qwen2_5_VLVisionConfig(out_hidden_size=text.hidden_size))
+
+    @staticmethod
+    def _read_vision(fields: dict) -> PreTrainedConfig:
+        kind = str(fields.get("model_type"))
+        if kind not in TOWERS:
+            raise ValueError(f"vision_config has model_type {kind:.80}; expected one of {', '.join(TOWERS)}")
+        return TOWERS[kind].config(**{key: value for key, value in fields.items() if key != "model_type"})
+
+
+@strict
+class OctavoLlavaConfig(ComposedConfig):
+    """Configuration of a model whose image encoder takes images of one size.
+
+    projector             a name in :data:`PROJECTORS`
+    vision_feature_layer  the hidden state of the image encoder that is the feature
+    leading_tokens        tokens of the image encoder before the patches (class token, registers), which are dropped
+
+    Raises ValueError for an unknown projector, and for a grid of patches that it cannot merge.
+    """
+
+    model_type = "octavo_llava"
+
+    projector: str = "mlp2"
+    vision_feature_layer: int = -2
+    leading_tokens: int = 0
+
+    def __post_init__(self, **kwargs: object) -> None:
+        super().__post_init__(**kwargs)
+        if self.projector not in PROJECTORS:
+            raise ValueError(f"projector is {self.projector:.80}; expected one of {', '.join(PROJECTORS)}")
+        if self.side % self.merge:
+            raise ValueError(f"projector {self.projector} cannot merge {self.side} x {self.side} patches in pairs")
+
+    @classmethod
+    def of_default_parts(cls) -> Self:
+        return cls(text_config=LlamaConfig(), vision_config=DINOv3ViTConfig(num_register_tokens=4), leading_tokens=5)
+
+    @property
+    def side(self) -> int:
+        """Patches of an image in each direction."""
+        return cast(int, self.vision.image_size // self.vision.patch_size)
+
+    @property
+    def merge(self) -> int:
+        """Features of the image encoder that become one, in each direction."""
+        return PROJECTORS[self.projector].merge
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of an image."""
+        return (self.side // self.merge) ** 2
