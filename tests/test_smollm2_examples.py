@@ -1,5 +1,5 @@
 """examples/smollm2: each file plans on the shape of SmolLM2-135M, its scripts do what they say, and each trains two
-steps, one on the whole model and the others on its first layers."""
+steps, one on the whole model and the others on its first layers. examples/smollm2_vl.yaml trains two of each stage."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from octavo import models
 from octavo.cli.main import main
 from octavo.config import load_config
+from octavo.models.tiny import tiny
 from tests.requirements_real import require
 from tests.server import folders
 
@@ -93,6 +95,7 @@ def test_pairs_reject_the_answer_to_the_next_question_of_a_kind(tmp_path: Path) 
     ("script", "arguments", "words"),
     [
         ("make_pairs.py", ["{here}"], "instructions.train.jsonl: No such file or directory"),
+        ("make_images.py", ["{shape}/config.json"], "config.json/images: Not a directory"),
         ("make_prompts.py", ["{here}/none"], "instructions.train.jsonl: No such file or directory"),
         ("lm_eval/pad.py", ["{here}/none", "{here}/out"], "none has no config.json: name the folder of a model"),
         ("lm_eval/pad.py", ["{shape}", "{here}"], "exists: delete it, or name another folder"),
@@ -156,6 +159,45 @@ def short(path: Path) -> list[str]:
 def first_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers 0 to 11 of the model: 11 is the first with massive activations."""
     return folders.cut(require("real"), tmp_path_factory.mktemp("cut") / "smollm2", 12)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    runpy.run_path(str(EXAMPLES / "make_images.py"))["main"](folder)
+    return folder
+
+
+def test_test_images_are_not_in_training_and_photographs_are(images: Path) -> None:
+    train, test, photographs = (
+        json.loads((images / f"{part}.json").read_text()) for part in ("train", "test", "photographs")
+    )
+    assert (len(train), len(test), len(photographs)) == (1437 + 2 * 20, 360, 2)
+    seen, held_out = ({one["image"] for one in rows} for rows in (train, test))
+    assert not seen & held_out and {one["image"] for one in photographs} <= seen
+    pixels = [(images / name).read_bytes() for name in sorted(held_out)]
+    assert len(set(pixels)) == len(pixels) and not {*pixels} & {(images / name).read_bytes() for name in seen}
+    assert {one["conversations"][1]["value"] for one in test} == {*map(str, range(10))}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("no_pages")
+def test_the_vision_language_example_trains_both_stages(images: Path, tmp_path: Path) -> None:
+    """With a tiny decoder in place of SmolLM2."""
+    file, base, run = EXAMPLES.parent / "smollm2_vl.yaml", tmp_path / "vlm", tmp_path / "run"
+    tiny.write("qwen3", tmp_path / "decoder", size="mini")
+    over = [f"model.foundation.path={tmp_path}/decoder", f"model.path={base}", f"run.dir={run}"]
+    over += [f"data.train.0.path={images}/train.json", f"data.eval.0.path={images}/test.json"]
+    over += ["data.eval.0.max_samples=4", "train.stages.0.steps=2", "train.stages.1.steps=2"]
+    assert main(["train", str(file), *over, "train.micro_batch=4", "train.global_batch=4", "train.warmup=0"]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(one["stage"], one["step"]) for one in rows] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    before, after = (models.load(folder).state_dict() for folder in (base, run / "hf"))
+    moved = {name.split(".")[1] for name in before if not torch.equal(before[name], after[name])}
+    assert moved - {"weight"} == {"vision_tower", "multi_modal_projector", "language_model"}  # weight: of the head
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for line in file.read_text(encoding="utf-8").splitlines():
+        assert not line.startswith("#   ") or line.removeprefix("#   ") in text
 
 
 @pytest.mark.long
