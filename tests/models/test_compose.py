@@ -17,10 +17,11 @@ from transformers import (
     AutoTokenizer,
     CLIPConfig,
     CLIPModel,
+    InternVLConfig,
     SiglipVisionConfig,
     SiglipVisionModel,
 )
-from transformers.models.internvl.modeling_internvl import InternVLModel
+from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger
 
 from octavo import models
@@ -206,8 +207,14 @@ def test_projector_computes_what_its_source_does(kind: str, tower, checkpoint, t
                 patches = InternVLModel.pixel_shuffle(None, patches.contiguous().view(1, side, side, -1), 0.5)[
                     0
                 ].flatten(0, 1)
-            normed = torch.nn.functional.layer_norm(patches, patches.shape[-1:], norm.weight, norm.bias, 1e-6)
-            expected = second(torch.nn.functional.gelu(first(normed)))
+            if kind == "pixel_shuffle_mlp2":
+                config = InternVLConfig(vision_config={"hidden_size": 64}, text_config=model.config.text_config)
+                source = InternVLMultiModalProjector(config)
+                source.layer_norm = norm if norm.eps == source.layer_norm.eps else source.layer_norm
+                source.linear_1, source.linear_2 = first, second
+                expected = source(patches)
+            else:  # LLaVA's layers after a norm
+                expected = second(torch.nn.functional.gelu(first(norm(patches))))
     torch.testing.assert_close(features, expected)
     assert features.std() > 0.1 and features.shape == (tokens, len(second.bias))
 

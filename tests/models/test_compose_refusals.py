@@ -121,7 +121,7 @@ def test_decoders_that_the_class_cannot_hold_are_refused(tower, checkpoint, tmp_
     name = next(name for name in weights if name.endswith("pre_layrnorm.weight"))
     weights[name][0] = torch.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="nan: .* has NaN or infinity; download"):
+    with pytest.raises(ModelError, match="nan: .* has NaN or infinity in float32, the dtype"):
         compose(Parts(broken, checkpoint("qwen3")), tmp_path / "out")
 
 
@@ -180,6 +180,7 @@ def test_all_problems_are_reported_at_once_and_nothing_is_written(tower, checkpo
             "cannot be composed: the image encoders are clip, .* mean 'clip_vision_model'",
         ),
         ("clip", {"hidden_size": None}, "config.json: hidden_size is None; an image encoder needs a number above 0"),
+        ("dinov2", {"num_attention_heads": 5}, "num_attention_heads is 5, which does not divide hidden_size 64"),
         (
             "clip",
             {"image_size": 32},
@@ -198,6 +199,59 @@ def test_parts_that_do_not_fit_are_refused(
     with pytest.raises(ModelError, match=problem):
         compose(Parts(encoder, decoder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"size": {"shortest_edge": 16}, "do_center_crop": False}, "makes 24 x 16 pixels of an image of 48 x 31, and"),
+        (
+            {"size": {"height": 16, "width": 24}, "do_center_crop": False},
+            "not square, and .*; name one size with --image-size",
+        ),
+        ({"size": {"height": 3, "width": 3}, "do_center_crop": False}, "an image of 3 .* of 4; the nearest size is 4$"),
+        ({"do_resize": False, "do_center_crop": False}, "makes 48 x 31 pixels of an image of 48 x 31, and"),
+        ({"crop_size": {"height": True, "width": True}}, "True is no size of an image; expected a number of pixels"),
+        ({"crop_size": "16"}, "'16' is no size of an image"),
+        ({"image_std": [0, 0, 0]}, "makes NaN or infinity of an image"),
+        ({"image_mean": [0.5]}, "preprocessor_config.json cannot process an image"),
+        ({"resample": 99}, "preprocessor_config.json cannot process an image"),
+    ],
+)
+def test_processors_that_make_no_squares_are_refused_before_weights_are_read(
+    changes: dict[str, object], problem: str, tower, checkpoint, tmp_path: Path
+) -> None:
+    folder = copy(tower("dinov2_with_registers"), tmp_path / "tower")
+    write_settings(folder, {**TOWERS["dinov2_with_registers"][2], **changes})
+    read: list[str] = []
+    with pytest.raises(ModelError, match=problem) as error:
+        compose(Parts(folder, checkpoint("qwen3")), tmp_path / "out", read.append)
+    assert not (tmp_path / "out").exists() and read == [] and "\n" not in str(error.value)
+
+
+def test_a_processor_of_no_squares_is_adapted_to_a_size_that_is_named(tower, checkpoint, tmp_path: Path) -> None:
+    folder = copy(tower("siglip"), tmp_path / "tower")
+    write_settings(folder, {"size": {"height": 16, "width": 24}, "image_processor_type": "SiglipImageProcessor"})
+    assert compose(Parts(folder, checkpoint("qwen3"), image_size=16), tmp_path / "out").image_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"projector": None}, "projector is None; expected one of mlp2"),
+        ({"vision_feature_layer": 99}, "vision_feature_layer is 99, and vision_config has 3 layers"),
+        ({"vision_feature_layer": 0}, "vision_feature_layer is 0, and"),
+        ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer"),
+    ],
+)
+def test_an_edited_configuration_of_a_composed_model_is_refused(
+    changes: dict[str, object], problem: str, tower, checkpoint, tmp_path: Path
+) -> None:
+    compose(Parts(tower("dinov3"), checkpoint("qwen3"), "merge_mlp2"), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ModelError, match=problem):
+        models.load(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,10 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
         _HF: _does(WARNS, "octavo, which defines the model's class, must be imported first", True),
         **_servers(WARNS, "its code was not read for this family"),
     },
+    "composed": {
+        _HF: _does(WARNS, "octavo, which defines the model's class, must be imported first", True),
+        **_servers(REFUSES, "it has no class for this model_type"),
+    },
     "mpt-fields": {
         _HF: _does(GARBAGE, "its MPT class silently computes a different model; octavo.models.load reads it", True),
         **_servers(WARNS, "its code for those fields was not read"),
@@ -227,7 +231,7 @@ SEEN: dict[str, Consequence] = {
 _GPU = {"transformers": " (method fp8: on a GPU)", "vLLM": "", "SGLang": ""}
 
 #: warnings that make one loader fail, although the folder is correct for the others or for Octavo
-_SURE = ("encrypted", "experts-apart", "of-sound", "autofp8", "no-tokenizer")
+_SURE = ("encrypted", "composed", "experts-apart", "of-sound", "autofp8", "no-tokenizer")
 
 
 #: kinds of findings about tensors, whose consequences for servers `servers.predict` derives from their rules

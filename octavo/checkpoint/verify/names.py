@@ -15,7 +15,7 @@ from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import FileTensor, Headers
 from octavo.models.custom.mpt import MPTConfig, ignored_by_stock
-from octavo.models.custom.register import is_custom
+from octavo.models.custom.register import COMPOSED, is_custom
 from octavo.models.folder.folder import read_json
 from octavo.models.folder.quantization import is_cache_scale
 
@@ -118,7 +118,8 @@ def check_config(
     ):
         findings.fail("architectures/unknown", "config.json", names=raw["architectures"])
     if is_custom(raw.get("model_type")):
-        findings.warn("own-family", "config.json", family=raw["model_type"])
+        is_composed = raw["model_type"] in COMPOSED
+        findings.warn("composed" if is_composed else "own-family", "config.json", family=raw["model_type"])
     _check_config_dtype(raw, headers, findings)
     if any(str(raw.get(key, "")).startswith(("float8", "torch.float8")) for key in ("dtype", "torch_dtype")):
         findings.fail("config-dtype/float8", "config.json")

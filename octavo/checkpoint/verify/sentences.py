@@ -61,6 +61,8 @@ SENTENCES: dict[str, str] = {
     # Names, shapes and config.json
     "own-family": "{file} has model_type {family!r}, for which transformers has no class: its Auto classes load the "
     "folder after octavo is imported, and a server needs its own code for it.",
+    "composed": "{file} has model_type {family!r}, of octavo compose: transformers' Auto classes load the folder after "
+    "octavo is imported, and no server has a class for it.",
     "mpt-fields": "{file} describes an MPT trained with LLM-Foundry: {fields} are used by LLM-Foundry and Octavo, and "
     "silently ignored by transformers' class of that name.",
     "missing": "{name!r} {wanted} is in no file of {folder.name}: transformers would fill it with random numbers and "

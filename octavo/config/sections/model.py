@@ -168,6 +168,7 @@ class FoundationPart(Section):
     )
 
 
+_MIB = 1 << 20
 COMPOSED_PARTS = ("image_encoder", "image_projector", "foundation")
 """Keys of the parts of a composed model."""
 
@@ -180,17 +181,23 @@ def folder_of_parts(parts: Mapping[str, object]) -> str:
         named = [part[key] for key in ("path", "chat_template") if part.get(key)] if isinstance(part, Mapping) else []
         for path in map(Path, map(str, named)):
             entries = sorted(path.iterdir()) if path.is_dir() else [path]
-            files += [[file.name, file.stat().st_size, _ends_digest(file)] for file in entries if file.is_file()]
+            files += [[file.name, file.stat().st_size, _sample_digest(file)] for file in entries if file.is_file()]
     key = json.dumps([dict(parts), files], sort_keys=True, default=str)
     return str(cache_home() / "composed" / hashlib.sha256(key.encode()).hexdigest()[:16])
 
 
-def _ends_digest(file: Path) -> str:
-    """Return a digest of the first and the last MiB of a file; a copy or a touched file has the same."""
+def _sample_digest(file: Path) -> str:
+    """Return a digest of the first and the last MiB of a file, and of 4 KiB at each of 512 places between: any change
+    of a layer's weights is in some of them. A copy or a touched file has the same."""
+    size = file.stat().st_size
+    digest = hashlib.sha256()
     with file.open("rb") as content:
-        first = content.read(1 << 20)
-        content.seek(max(0, file.stat().st_size - (1 << 20)))
-        return hashlib.sha256(first + content.read(1 << 20)).hexdigest()
+        for place, count in ((0, _MIB), *((size * n // 512, 4096) for n in range(512)), (max(0, size - _MIB), _MIB)):
+            content.seek(place)
+            digest.update(content.read(count))
+            if size <= _MIB:
+                break
+    return digest.hexdigest()
 
 
 class ModelSection(Section):

@@ -123,11 +123,15 @@ def compose(parts: Parts, target: Path, log: Callable[[str], None] = lambda text
     _place_decoder(model, decoder)
     log(f"reading {encoder.folder}")
     encoder.place(model, dtype, parts.seed if parts.init else None)
-    # A decoder may have no deviation, or one of zero.
     std = parts.init_std or getattr(foundation.config, "initializer_range", None) or INIT_STD
+    if not 0 < std < 1:  # in the decoder's configuration; the user's was checked
+        std = INIT_STD
     _draw(encoder.projector_of(model), dtype, std, parts.seed)
     if bad := fp8.find_nonfinite(model.named_parameters()):
-        raise ModelError(f"{encoder.folder}: {bad[0]} has NaN or infinity; download or write the weights again")
+        raise ModelError(
+            f"{encoder.folder}: {bad[0]} has NaN or infinity in {str(dtype).removeprefix('torch.')}, the dtype of "
+            "the decoder; download or write the weights again, or use a decoder of another dtype"
+        )
     with wrap_errors(f"{type(decoder).__name__} of {foundation.folder} cannot be composed"):
         _check_answers(model, decoder)
     with atomic_write.new_folder(target, ModelError, replace=False) as folder:

@@ -13,7 +13,7 @@ With LLaVA's projector and at most one token to drop, the composed model has the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -40,6 +40,7 @@ from transformers import (
 
 from octavo.base.wording import did_you_mean
 from octavo.models.compose import grid
+from octavo.models.compose.image_settings import read_image_settings
 from octavo.models.custom.composed import (
     IMAGE_TOKEN,
     PROJECTORS,
@@ -49,8 +50,6 @@ from octavo.models.custom.composed import (
 )
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_sizes, read_json, silence_transformers, wrap_errors
-from octavo.models.processors.image import settings_file
-from octavo.models.processors.llava import IMAGE_PROCESSORS
 from octavo.models.structure.vision_shapes import leading_tokens
 from octavo.models.weights.assembly import check_loading_report
 
@@ -93,12 +92,17 @@ _TOWERS: Mapping[str, _Tower] = {
     "dinov3_vit": _Tower(DINOv3ViTConfig, DINOv3ViTModel, "", "DINOv3ViTImageProcessor"),
 }
 """`model_type` of a tower -> how it is built."""
-_DINOV3_PROCESSOR = "DINOv3ViTImageProcessor"
-"""It needs torchvision. SigLIP's resizes before it scales values to [0, 1], and is the same otherwise."""
-_IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
-_SETTINGS = {"vision_use_head": False, "use_mask_token": False} | dict.fromkeys(
-    ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
-)
+_SETTINGS = {
+    # A pooling head, and the token of masked patches, which no feature passes.
+    "vision_use_head": False,
+    "use_mask_token": False,
+    # DINO drops blocks and moves positions at random in training, also while it is frozen.
+    "drop_path_rate": 0.0,
+    "pos_embed_shift": None,
+    "pos_embed_jitter": None,
+    "pos_embed_rescale": None,
+}
+"""Settings of a tower's configuration that composed models change."""
 
 _UNSUPPORTED = {
     **dict.fromkeys(
@@ -181,7 +185,6 @@ class TileEncoder:
                 image_token_id=image_token_id,
                 projector=self.projector,
                 vision_feature_layer=self.feature_layer,
-                leading_tokens=self.leading,
             )
             return OctavoLlavaForConditionalGeneration(config)
 
@@ -292,27 +295,28 @@ def read_tile_encoder(
     except ModelError as error:
         problems.append(str(error))
         return None
-    processed, stored = _size_of(settings), config.image_size
+    try:
+        images = read_image_settings(folder, settings, _TOWERS[config.model_type].processor)
+    except ModelError as error:
+        problems.append(str(error))
+        return None
+    processed, stored = images.size, config.image_size
     # A DINO interpolates its positions, and is published for larger images than its processor makes.
     size = image_size or (processed if config.model_type.startswith("dino") else stored)
-    if image_size is None and processed not in (None, size):
+    if image_size is None and len(images.sizes) > 1:
         problems.append(
-            f"{settings_file(folder)} makes images of {processed} pixels, but {folder / 'config.json'} takes {stored}; "
+            f"{images.file} makes images that are not square, and an image encoder takes squares; name one size with "
+            "--image-size"
+        )
+    elif image_size is None and processed not in (None, size):
+        problems.append(
+            f"{images.file} makes images of {processed} pixels, but {folder / 'config.json'} takes {stored}; "
             "name one of them with --image-size"
         )
-    if size is None:
-        problems.append(f"{settings_file(folder)} has no size of images; name one with --image-size")
-    elif image_size is not None and size % config.patch_size:  # published towers may leave out the last pixels
-        problems.append(
-            f"an image of {size} pixels cannot be cut into patches of {config.patch_size}; the nearest sizes are "
-            f"{size // config.patch_size * config.patch_size} and {-(-size // config.patch_size) * config.patch_size}"
-        )
-    elif (merge := PROJECTORS[projector].merge) > 1 and (side := size // config.patch_size) % merge:
-        even = [config.patch_size * (side + step) for step in (-1, 1)]
-        problems.append(
-            f"--projector {projector} merges 2 x 2 patches, and an image of {size} pixels has {side} x {side} of "
-            f"{config.patch_size}; the nearest sizes are {even[0]} and {even[1]}: --image-size {even[1]}"
-        )
+    if size is None and not images.sizes:
+        problems.append(f"{images.file} has no size of images; name one with --image-size")
+    elif size is not None and (why := _why_no_grid(size, config.patch_size, projector, image_size is not None)):
+        problems.append(why)
     layers = config.num_hidden_layers
     if not -layers - 1 <= feature_layer <= layers or feature_layer == 0:  # transformers takes 0 for an absent value
         problems.append(
@@ -321,25 +325,35 @@ def read_tile_encoder(
         )
     if getattr(config, "num_channels", 3) != 3:
         problems.append(f"{folder / 'config.json'}: num_channels is {config.num_channels}; images have 3")
-    name = _processor_name(settings, config)
-    if name == _DINOV3_PROCESSOR:
-        name, settings = "SiglipImageProcessor", {"resample": 2, **_IMAGENET, **settings}
-    if name not in IMAGE_PROCESSORS:
-        known = ", ".join(IMAGE_PROCESSORS)
-        problems.append(f"{settings_file(folder)}: image_processor_type is {name!r:.80}; expected one of {known}")
-    if processed is None and any(_edges(settings)):
-        problems.append(f"{settings_file(folder)} makes images that are not square; an image encoder takes squares")
     if len(problems) > before or size is None:
         return None
     config.image_size = size
-    # Parts of a tower that no feature passes: a pooling head, and the token of masked patches. DINOv3 would move its
-    # positions at random in training, so that a step could not be repeated.
     for setting, value in _SETTINGS.items():
         if hasattr(config, setting):
             setattr(config, setting, value)
-    named = {**settings, "image_processor_type": name, "processor_class": "LlavaProcessor"}
-    adapted = named if processed == size else _with_size(named, size)
+    try:
+        adapted = images.of_size(size)
+    except ModelError as error:
+        problems.append(str(error))
+        return None
     return TileEncoder(folder, config, stored, adapted, feature_layer, projector)
+
+
+def _why_no_grid(size: int, patch: int, projector: str, is_chosen: bool) -> str:
+    """Return why an image of `size` pixels cannot be cut into the patches of a tower, or merged by the projector; "" if
+    it can. Published towers may leave out the last pixels of an image; a size that the user has chosen may not."""
+    side, merge = size // patch, PROJECTORS[projector].merge
+    if side and (size % patch == 0 or not is_chosen) and side % merge == 0:
+        return ""
+    step = patch * merge
+    sizes = " and ".join(str(near) for near in (size // step * step, (size // step + 1) * step) if near)
+    nearest = f"the nearest {'sizes are' if ' and ' in sizes else 'size is'} {sizes}"
+    if not side or size % patch and is_chosen:
+        return f"an image of {size} pixels cannot be cut into patches of {patch}; {nearest}"
+    return (
+        f"--projector {projector} merges 2 x 2 patches, and an image of {size} pixels has {side} x {side} of {patch}; "
+        f"{nearest}: --image-size {(size // step + 1) * step}"
+    )
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
@@ -365,37 +379,10 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         if type(value) is not int or value < 1:
             raise ModelError(f"{file}: {name} is {value!r:.80}; an image encoder needs a number above 0")
     with wrap_errors(f"{file} cannot be used"):
-        return _TOWERS[kind].config.from_dict({key: value for key, value in fields.items() if key != "model_type"})
-
-
-def _edges(settings: Mapping[str, object]) -> Iterator[object]:
-    for key in ("crop_size", "size"):
-        entry = settings.get(key)
-        if entry is None or (key == "crop_size" and settings.get("do_center_crop") is False):
-            continue
-        values: Mapping[str, object] = entry if isinstance(entry, dict) else {"height": entry, "width": entry}
-        yield from (values[name] for name in ("height", "width", "shortest_edge") if name in values)
-        return
-
-
-def _size_of(settings: Mapping[str, object]) -> int | None:
-    """Return the size of the square images that an image processor makes, or None if it names no or several sizes."""
-    sizes = {size for size in _edges(settings) if isinstance(size, int)}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _with_size(settings: Mapping[str, object], size: int) -> dict[str, object]:
-    """Return the settings of an image processor for square images of another size."""
-    square = {"height": size, "width": size}
-    sizes: dict[str, object] = {"size": square}
-    if "crop_size" in settings or settings["image_processor_type"] in ("CLIPImageProcessor", "BitImageProcessor"):
-        shortest = {"shortest_edge": size}
-        sizes = {"size": square if settings.get("do_center_crop") is False else shortest, "crop_size": square}
-    return {**settings, **sizes}
-
-
-def _processor_name(settings: Mapping[str, object], config: PreTrainedConfig) -> str:
-    """Return the class of an image processor, without the suffix of its library; older folders name only its feature
-    extractor."""
-    stated = settings.get("image_processor_type") or _TOWERS[config.model_type].processor
-    return str(stated).removesuffix("Pil").removesuffix("Fast")
+        config = _TOWERS[kind].config.from_dict({key: value for key, value in fields.items() if key != "model_type"})
+    if config.num_attention_heads < 1 or config.hidden_size % config.num_attention_heads:
+        raise ModelError(
+            f"{file}: num_attention_heads is {config.num_attention_heads}, which does not divide hidden_size "
+            f"{config.hidden_size}"
+        )
+    return config

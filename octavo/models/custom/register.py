@@ -69,6 +69,8 @@ FAMILIES = {
 }
 
 
+COMPOSED = (composed.OctavoVlmConfig.model_type, composed.OctavoLlavaConfig.model_type)
+"""Families of models that `octavo compose` writes, for which no other program has a class."""
 REPLACED_FAMILIES = (mpt.MPTConfig.model_type,)
 """Families of transformers for which Octavo uses its own classes when it opens a folder."""
 

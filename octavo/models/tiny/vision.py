@@ -338,7 +338,6 @@ def octavo_llava(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
         vision_config={**tower, "num_hidden_layers": _depth(size) + 1},
         image_token_id=ids["<image>"],
         projector="pixel_shuffle_mlp2",
-        leading_tokens=3,
     )
 
 

@@ -169,7 +169,7 @@ def assume_tokens(cfg: Config, components: Any, config: Any) -> tuple[Tokens, st
     if "image_encoder" in components and vision is None:
         message += ", without images, because their number of tokens is not known for this family"
     elif vision is not None:
-        room, breaks = row - answer - 2, 0
+        room, breaks, tiles = row - answer - 2, 0, 0
         pixels = (cfg.data.max_pixels or _PIXELS) // (vision.patch[0] * vision.patch[1])
         if vision.kind == "tiles":
             tiles = max(1, min(pixels // vision.cells, vision.most, room // (vision.length + vision.ends + 1)))
@@ -182,7 +182,9 @@ def assume_tokens(cfg: Config, components: Any, config: Any) -> tuple[Tokens, st
             each = max(1, row // (out + breaks + 2))  # as many as fit
         counts |= {"image_encoder": rows * each * max(0, image), "image_projector": rows * each * max(0, out)}
         many = "an image" if each == 1 else f"{each} images"
-        message += f", in each {many} of {max(0, image)} patches ({max(0, out)} of its tokens)"
+        leading = tiles * vision.prefix if vision.kind == "tiles" else 0
+        more = f" and {leading} leading tokens" if leading else ""
+        message += f", in each {many} of {max(0, image) - leading} patches{more} ({max(0, out)} of its tokens)"
     sound = 0
     if "audio_encoder" in components:
         audio = models.audio_of(config)

@@ -16,6 +16,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from octavo.models.structure.vision_shapes import leading_tokens
+
 IMAGE_TOKEN = "<image>"
 """The token that features of an image replace, in all composed models."""
 
@@ -46,18 +48,20 @@ class ProjectorKind(NamedTuple):
     merge   neighbouring features that become one, in each direction
     norm    a LayerNorm of each feature ("each") or of the merged ones ("merged")
     widens  the layer between has the width of the merged features, not the decoder's
+    eps     of the norm
     """
 
     merge: int = 1
     norm: Literal["", "each", "merged"] = ""
     widens: bool = False
+    eps: float = 1e-6
 
 
 PROJECTORS: Mapping[str, ProjectorKind] = {
     "mlp2": ProjectorKind(),
     "norm_mlp2": ProjectorKind(norm="each"),
     "merge_mlp2": ProjectorKind(2, "each", widens=True),
-    "pixel_shuffle_mlp2": ProjectorKind(2, "merged"),
+    "pixel_shuffle_mlp2": ProjectorKind(2, "merged", eps=1e-5),
 }
 """Projectors by name: LLaVA-1.5's; the same after a LayerNorm; Qwen2-VL's merger; InternVL's."""
 
@@ -141,27 +145,37 @@ class OctavoLlavaConfig(ComposedConfig):
 
     projector             a name in :data:`PROJECTORS`
     vision_feature_layer  the hidden state of the image encoder that is the feature
-    leading_tokens        tokens of the image encoder before the patches (class token, registers), which are dropped
 
-    Raises ValueError for an unknown projector, and for a grid of patches that it cannot merge.
+    Tokens of the image encoder before the patches (class token, registers) are dropped. Raises ValueError for an
+    unknown projector, a grid of patches that it cannot merge, and a layer that the image encoder does not have.
     """
 
     model_type = "octavo_llava"
 
     projector: str = "mlp2"
     vision_feature_layer: int = -2
-    leading_tokens: int = 0
 
     def __post_init__(self, **kwargs: object) -> None:
         super().__post_init__(**kwargs)
         if self.projector not in PROJECTORS:
-            raise ValueError(f"projector is {self.projector:.80}; expected one of {', '.join(PROJECTORS)}")
+            raise ValueError(f"projector is {self.projector!r:.80}; expected one of {', '.join(PROJECTORS)}")
+        for name in ("image_size", "patch_size", "num_hidden_layers"):
+            if type(value := getattr(self.vision, name, None)) is not int or value < 1:
+                raise ValueError(f"vision_config has {name} {value!r:.80}; expected a number above 0")
+        layer, layers = self.vision_feature_layer, self.vision.num_hidden_layers
+        if type(layer) is not int or layer == 0 or not -layers - 1 <= layer <= layers:
+            raise ValueError(f"vision_feature_layer is {layer!r:.80}, and vision_config has {layers} layers")
         if self.side % self.merge:
             raise ValueError(f"projector {self.projector} cannot merge {self.side} x {self.side} patches in pairs")
 
     @classmethod
     def of_default_parts(cls) -> Self:
-        return cls(text_config=LlamaConfig(), vision_config=DINOv3ViTConfig(num_register_tokens=4), leading_tokens=5)
+        return cls(text_config=LlamaConfig(), vision_config=DINOv3ViTConfig(num_register_tokens=4))
+
+    @property
+    def leading_tokens(self) -> int:
+        """Tokens of the image encoder before the patches."""
+        return leading_tokens(self.vision)
 
     @property
     def side(self) -> int:

@@ -134,7 +134,7 @@ class Projector(nn.Module):
         merged = width * self.kind.merge**2
         inner = merged if self.kind.widens else hidden
         if self.kind.norm:
-            self.norm = nn.LayerNorm(width if self.kind.norm == "each" else merged, eps=1e-6)
+            self.norm = nn.LayerNorm(width if self.kind.norm == "each" else merged, eps=self.kind.eps)
         self.linear_1 = nn.Linear(merged, inner)
         self.linear_2 = nn.Linear(inner, hidden)
 
