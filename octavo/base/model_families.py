@@ -194,3 +194,11 @@ def trains_on(model_type: object, *media: Media) -> bool:
 def attends_both_ways(model_type: str) -> bool:
     """Return whether tokens of an image attend to later ones in models of this `model_type`."""
     return model_type in RECORDS and RECORDS[model_type].images_attend_both_ways
+
+
+def leading_tokens(vision: object) -> int:
+    """Return the number of tokens (a class token, registers) that a tower for images of one size prepends to its
+    patches. `vision`: its configuration."""
+    if str(getattr(vision, "model_type", "")).startswith("siglip"):
+        return 0
+    return 1 + (getattr(vision, "num_register_tokens", None) or 0)

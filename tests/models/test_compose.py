@@ -28,6 +28,7 @@ from octavo import models
 from octavo.cli import terminal
 from octavo.cli.main import main
 from octavo.config import load_config
+from octavo.config.sections.model import folder_of_parts
 from octavo.models.compose.compose import Parts, compose
 from octavo.models.compose.template import add_images
 from octavo.models.compose.tile import resize_positions
@@ -418,6 +419,27 @@ def test_configuration_with_parts_composes_its_model_once(
     assert load_config(file, [f"model.path={folder}"]).model.path == str(folder)
     # The configuration that the run has written names the same folder.
     assert load_config(tmp_path / "run" / "config.yaml").model.path == str(folder)
+
+
+def test_cached_model_of_parts_depends_on_the_middle_of_their_files(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(8 << 20))
+    parts = {"image_encoder": {"path": str(tmp_path)}}
+    before = folder_of_parts(parts)
+    with file.open("r+b") as content:
+        content.seek(3 << 20)
+        content.write(b"x" * (32 << 10))
+    assert folder_of_parts(parts) != before
+
+
+def test_verify_says_that_no_server_has_a_class_for_a_composed_model(composed, capsys) -> None:
+    assert main(["verify", str(composed("dinov3", "qwen3")), "--json"]) == 0
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    assert {loader: one["verdict"] for loader, one in verdicts.items()} == {
+        "transformers": "ok",
+        "vLLM": "refuses",
+        "SGLang": "refuses",
+    }
 
 
 @pytest.mark.parametrize(

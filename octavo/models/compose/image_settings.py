@@ -45,10 +45,10 @@ class ImageSettings:
         with wrap_errors(f"{self.file} cannot process an image"), silence_transformers():
             pixels = np.asarray(processor.from_dict(settings)(images=[image], return_tensors="np")["pixel_values"])
         if pixels.shape != (1, 3, size, size):
-            made = " x ".join(map(str, pixels.shape[-2:]))
+            size_of_trial = " x ".join(map(str, pixels.shape[-2:]))
             raise ModelError(
-                f"{self.file} makes {made} pixels of an image of {_TRIAL[0]} x {_TRIAL[1]}, and an image encoder takes "
-                f"squares of {size}; set size to height and width, and do_resize to true"
+                f"{self.file} makes {size_of_trial} pixels of an image of {_TRIAL[0]} x {_TRIAL[1]}, and an image "
+                f"encoder takes squares of {size}; set size to height and width, and do_resize to true"
             )
         if not np.isfinite(pixels).all():
             raise ModelError(f"{self.file} makes NaN or infinity of an image; correct image_std and rescale_factor")

@@ -38,6 +38,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
+from octavo.base.model_families import leading_tokens
 from octavo.base.wording import did_you_mean
 from octavo.models.compose import grid
 from octavo.models.compose.image_settings import read_image_settings
@@ -50,7 +51,6 @@ from octavo.models.custom.composed import (
 )
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_sizes, read_json, silence_transformers, wrap_errors
-from octavo.models.structure.vision_shapes import leading_tokens
 from octavo.models.weights.assembly import check_loading_report
 
 FEATURE_LAYER = -2

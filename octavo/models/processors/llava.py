@@ -15,10 +15,10 @@ from transformers import BaseImageProcessor, PreTrainedConfig
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.utils import is_torchvision_available
 
+from octavo.base.model_families import leading_tokens
 from octavo.models.folder.folder import read_json
 from octavo.models.folder.processor_base import ProcessorTraits
 from octavo.models.processors.image import settings_file
-from octavo.models.structure.vision_shapes import leading_tokens
 
 if TYPE_CHECKING or is_torchvision_available():  # as in octavo.models.processors.stock
     from transformers.models.bit.image_processing_bit import BitImageProcessor as BitImages

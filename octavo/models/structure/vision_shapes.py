@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from octavo.base.model_families import RECORDS
+from octavo.base.model_families import RECORDS, leading_tokens
 from octavo.models.errors import ModelError
 from octavo.models.structure import anyres
 
@@ -181,14 +181,6 @@ def _one_tile(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -
         return Vision("tiles", patch, channels, 1, tile, tile, prefix, tokens, most=1)
     dropped = 0 if config.vision_feature_select_strategy == "full" else 1
     return Vision("tiles", patch, channels, 1, tile, tile, prefix, cells + prefix - dropped, most=1)
-
-
-def leading_tokens(vision: PreTrainedConfig) -> int:
-    """Return the number of tokens (a class token, registers) that a tower for images of one size prepends to its
-    patches."""
-    if vision.model_type.startswith("siglip"):
-        return 0
-    return 1 + (getattr(vision, "num_register_tokens", None) or 0)
 
 
 def _scaled_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:

@@ -183,8 +183,8 @@ def assume_tokens(cfg: Config, components: Any, config: Any) -> tuple[Tokens, st
         counts |= {"image_encoder": rows * each * max(0, image), "image_projector": rows * each * max(0, out)}
         many = "an image" if each == 1 else f"{each} images"
         leading = tiles * vision.prefix if vision.kind == "tiles" else 0
-        more = f" and {leading} leading tokens" if leading else ""
-        message += f", in each {many} of {max(0, image) - leading} patches{more} ({max(0, out)} of its tokens)"
+        prefix = f" and {leading} leading tokens" if leading else ""
+        message += f", in each {many} of {max(0, image) - leading} patches{prefix} ({max(0, out)} of its tokens)"
     sound = 0
     if "audio_encoder" in components:
         audio = models.audio_of(config)

@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from octavo.models.structure.vision_shapes import leading_tokens
+from octavo.base.model_families import leading_tokens
 
 IMAGE_TOKEN = "<image>"
 """The token that features of an image replace, in all composed models."""
