@@ -184,6 +184,8 @@ def _export_commands(run: Path, cfg: Config) -> list[str]:
             # Whether an adapter survives the rounding to FP8 shows in the merge itself.
             unless = " (bf16 if rounding would remove the adapter)" if adapter else ""
             print(f"export format: {choice}{unless}")
+        elif cfg.fp8.recipe_of("foundation") != "off":
+            print("note: in BF16, as the forward of the language model was: rounded weights may answer otherwise")
     except (CheckpointError, ModelError) as error:
         print(f"export format: bf16, because {error}")
     if not adapter:

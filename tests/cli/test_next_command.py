@@ -64,6 +64,7 @@ CASES = {
     "no-blocks": (("model.path=ragged", *BLOCK), "fp8-dynamic"),
     "rows": (("model.path=whole", *ROW), "fp8-dynamic"),
     "off": (("model.path=whole", "fp8.recipe=off"), "bf16"),
+    "forward-off": (("model.path=whole", *BLOCK, "fp8.foundation.fwd=bf16"), "bf16"),
     "off-but-tower": (("model.path=vision", "fp8.recipe=off", "fp8.image_encoder.recipe=blockwise"), "bf16"),
     "tower": (("model.path=vision", *BLOCK), "fp8-dynamic"),
     "lora": (("model.path=whole", *BLOCK, *LORA), "auto"),

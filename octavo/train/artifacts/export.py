@@ -25,10 +25,13 @@ from octavo.train.errors import TrainError
 
 
 def is_trained_in_fp8(cfg: Config) -> bool:
-    """Return whether the language model of a run trains in FP8, or on a base in FP8."""
-    recipes = [cfg.fp8.recipe_of("foundation"), *(rule.recipe for rule in cfg.fp8.rules)]
-    in_fp8 = any(recipe not in (None, "off") for recipe in recipes)
-    return in_fp8 or cfg.fp8.plan is not None or "foundation" in cfg.model.load_in_fp8.kinds
+    """Return whether the forward of a run's language model is in FP8, or its base is. Weights that never met rounding
+    in the forward may answer differently with it."""
+    fp8, part = cfg.fp8, cfg.fp8.foundation
+    forward = (part and part.fwd) or fp8.fwd
+    in_fp8 = forward == "fp8" and fp8.recipe_of("foundation") != "off"
+    in_fp8 |= any(rule.recipe not in (None, "off") and (rule.fwd or forward) == "fp8" for rule in fp8.rules)
+    return in_fp8 or fp8.plan is not None or "foundation" in cfg.model.load_in_fp8.kinds
 
 
 def choose_target_format(target: Target, include: Iterable[str] = ()) -> FormatChoice:
