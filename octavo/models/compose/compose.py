@@ -40,7 +40,7 @@ _TRIAL_TOKENS = 8
 class Parts:
     """What a model is composed of.
 
-    image_encoder  folder of CLIP, SigLIP, DINOv2 or a Qwen-VL
+    image_encoder  folder of CLIP, SigLIP, DINOv2, DINOv3 or a Qwen-VL
     foundation     folder of a decoder
     projector      a name in `PROJECTORS` (default: LLaVA's, or the merger of a Qwen-VL)
     image_size     pixels of an image, in each direction (default: the image encoder's)

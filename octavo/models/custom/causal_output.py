@@ -1,10 +1,26 @@
-"""Logits and loss of a generating model, from the output of its decoder."""
+"""The input and output of a decoder within a generating model: its cache, and logits and loss."""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+
+def cache_argument(decoder: PreTrainedModel, cache: Cache | None) -> Mapping[str, Cache]:
+    """Return the cache under the name that a decoder's forward has for it: transformers 5.24 renamed `past_key_values`
+    to `cache` in its own decoders."""
+    if cache is None:
+        return {}
+    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    return {name: cache}
 
 
 def causal_output(

@@ -143,7 +143,7 @@ def prompt_positions(
     index = _rope_index(model, family)
     if index is None:
         return token_positions, len(ids)
-    if grid is None and not videos:
+    if grid is None and not videos and not getattr(_owner(model, family), "images_have_one_size", False):
         return token_positions.expand(3, -1), len(ids)
     if kinds is None:
         assert family.image_token_id is not None  # set for families that take images
@@ -160,5 +160,8 @@ def position_axes(model: PreTrainedModel, family: Family) -> int:
 
 
 def _rope_index(model: PreTrainedModel, family: Family) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    owner = model.get_submodule(family.language_model.rpartition(".")[0])
-    return getattr(owner, "get_rope_index", None)
+    return getattr(_owner(model, family), "get_rope_index", None)
+
+
+def _owner(model: PreTrainedModel, family: Family) -> nn.Module:
+    return model.get_submodule(family.language_model.rpartition(".")[0])

@@ -1,6 +1,7 @@
 """A composed model: features of an image encoder replace the embeddings of image tokens in a decoder of transformers.
 
-Positions count tokens, of images and text alike, as the decoder was trained. In memory and on disk the parts have the
+Positions count tokens, of images and text alike, as the decoder was trained; where its rotary embedding has three axes,
+tokens of an image have their row and column. In memory and on disk the parts have the
 names of transformers' vision-language families: of Qwen-VL where images have any size (`model.visual`, whose merger is
 the projector), of LLaVA where they have one (`model.vision_tower`, `model.multi_modal_projector`); in both
 `model.language_model` and `lm_head`.
@@ -8,15 +9,18 @@ the projector), of LLaVA where they have one (`model.vision_tower`, `model.multi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from typing import TYPE_CHECKING, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from octavo.models.custom.causal_output import causal_output
+from octavo.models.custom.causal_output import cache_argument, causal_output
 from octavo.models.custom.composed.configuration import (
     PROJECTORS,
     TOWERS,
@@ -24,6 +28,7 @@ from octavo.models.custom.composed.configuration import (
     OctavoLlavaConfig,
     OctavoVlmConfig,
 )
+from octavo.models.custom.composed.positions import Size, has_three_axes, positions_of_rows
 from octavo.models.custom.image_features import ImageFeatures
 
 if TYPE_CHECKING:
@@ -49,9 +54,50 @@ class ComposedPreTrainedModel(PreTrainedModel):
 
 
 class ComposedModel(ComposedPreTrainedModel):
-    """Image encoder, projector and decoder, without the output projection."""
+    """Image encoder, projector and decoder, without the output projection.
+
+    images_have_one_size  whether positions of image tokens need no `image_grid_thw`
+    rope_deltas           for decoders with three axes: by how much positions after the last forward or `generate`
+                          without a cache differ from a count of tokens [B, 1]; None if it had no images
+    """
 
     language_model: PreTrainedModel
+    images_have_one_size = False
+    rope_deltas: Tensor | None = None
+
+    @property
+    def get_rope_index(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """The function for positions on three axes, as in transformers' Qwen-VL, or None if the decoder has one axis.
+
+        It takes `input_ids` [B, T], `image_grid_thw` [images, 3] and `attention_mask` [B, T], and returns positions
+        [3, B, T] and the offsets that become `rope_deltas`."""
+        return self._rope_index if has_three_axes(self.config.text) else None
+
+    def _rope_index(
+        self, input_ids: Tensor, image_grid_thw: Tensor | None = None, attention_mask: Tensor | None = None, **_: object
+    ) -> tuple[Tensor, Tensor]:
+        is_image = input_ids == self.config.image_token_id
+        return positions_of_rows(is_image, self._image_sizes(image_grid_thw), attention_mask)
+
+    def _image_sizes(self, image_grid_thw: Tensor | None) -> Iterator[Size]:
+        """Return the sizes of images, in tokens."""
+        raise NotImplementedError
+
+    def _continue_positions(
+        self, input_ids: Tensor | None, grid: Tensor | None, mask: Tensor | None, cache: Cache | None, has_images: bool
+    ) -> Tensor | None:
+        """Return positions [3, B, T] of tokens after those in the cache, or None where they count tokens."""
+        past = 0 if cache is None else cache.get_seq_length()
+        before = self.rope_deltas if past else None
+        if input_ids is None or not has_images and before is None:
+            self.rope_deltas = None
+            return None
+        positions, offsets = self._rope_index(input_ids, grid, None if mask is None else mask[:, past:])
+        if before is not None:  # of the prompts, of which each may have become several rows
+            offsets = offsets + before.repeat_interleave(len(input_ids) // len(before), 0)
+            positions = positions + before.repeat_interleave(len(input_ids) // len(before), 0)
+        self.rope_deltas = offsets
+        return positions + (past if mask is None else mask[:, :past].sum(1, keepdim=True))
 
     def get_image_features(
         self, pixel_values: Tensor, image_grid_thw: Tensor | None = None, **_: object
@@ -83,12 +129,17 @@ class ComposedModel(ComposedPreTrainedModel):
         if pixel_values is not None:
             features = self.get_image_features(pixel_values, image_grid_thw)
             inputs_embeds = features.insert(inputs_embeds, input_ids, self.config.image_token_id)
+        if position_ids is None and self.get_rope_index is not None:
+            has_images = pixel_values is not None
+            position_ids = self._continue_positions(
+                input_ids, image_grid_thw, attention_mask, past_key_values, has_images
+            )
         return self.language_model(
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            **cache_argument(self.language_model, past_key_values),
             **kwargs,
         )
 
@@ -120,6 +171,12 @@ class OctavoVlmModel(OctavoVlmPreTrainedModel, ComposedModel):
         output = self.visual(pixel_values.type(self.visual.dtype), grid_thw=image_grid_thw)
         tokens = image_grid_thw.prod(-1) // self.config.vision.spatial_merge_size**2
         return ImageFeatures(output.last_hidden_state, output.pooler_output.split(tokens.tolist()))
+
+    def _image_sizes(self, image_grid_thw: Tensor | None) -> Iterator[Size]:
+        if image_grid_thw is None:
+            return iter(())
+        merge = self.config.vision.spatial_merge_size
+        return ((t, h // merge, w // merge) for t, h, w in image_grid_thw.tolist())
 
 
 class Projector(nn.Module):
@@ -157,6 +214,8 @@ class OctavoLlavaPreTrainedModel(ComposedPreTrainedModel):
 class OctavoLlavaModel(OctavoLlavaPreTrainedModel, ComposedModel):
     """A composed model for images of one size."""
 
+    images_have_one_size = True
+
     def __init__(self, config: OctavoLlavaConfig) -> None:
         super().__init__(config)
         self.vision_tower = AutoModel.from_config(config.vision)
@@ -174,6 +233,10 @@ class OctavoLlavaModel(OctavoLlavaPreTrainedModel, ComposedModel):
         states = self.vision_tower(pixel_values, output_hidden_states=True, return_dict=True).hidden_states
         features = states[self.config.vision_feature_layer][:, self.config.leading_tokens :]
         return ImageFeatures(features, self.multi_modal_projector(features))
+
+    def _image_sizes(self, image_grid_thw: Tensor | None) -> Iterator[Size]:
+        side = self.config.side // self.config.merge
+        return repeat((1, side, side))
 
 
 class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin):
@@ -225,6 +288,28 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
         )
         # transformers reads the names of inputs from this signature; what follows is the same in every family.
         return causal_output(self, output, labels, logits_to_keep, **kwargs)
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, object]) -> Tensor:
+        """Return positions for `generate`, which adds one for each token after the prompt: [B, T], or [4, B, T] with
+        the three axes after the count of tokens."""
+        counts = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+        ids = cast("Tensor | None", model_kwargs.get("input_ids"))
+        ids = inputs_tensor if ids is None or not ids.shape[1] else ids
+        cache = cast("Cache | None", model_kwargs.get("cache", model_kwargs.get("past_key_values")))
+        past = 0 if cache is None else cache.get_seq_length()
+        is_image = ids == self.config.image_token_id
+        if self.model.get_rope_index is None or ids.is_floating_point() or ids.shape[1] < counts.shape[1]:
+            return counts
+        if past and self.model.rope_deltas is not None and not is_image[:, past:].any():
+            axes = (counts + self.model.rope_deltas).expand(3, -1, -1)
+        elif is_image.any():
+            axes, self.model.rope_deltas = self.model.get_rope_index(
+                ids, model_kwargs.get("image_grid_thw"), model_kwargs.get("attention_mask")
+            )
+        else:
+            self.model.rope_deltas = None
+            return counts
+        return torch.cat([counts.expand(len(ids), -1)[None], axes])
 
 
 class OctavoVlmForConditionalGeneration(OctavoVlmPreTrainedModel, ComposedForConditionalGeneration):

@@ -20,6 +20,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 from transformers.utils import torch_compilable_check
 
+from octavo.models.custom.causal_output import cache_argument
 from octavo.models.custom.image_features import ImageFeatures
 from octavo.models.custom.nvila.configuration import NvilaConfig, NvilaLiteConfig
 from octavo.models.custom.nvila.projector import Projector
@@ -160,8 +161,8 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         return self.language_model(
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
+            **cache_argument(self.language_model, past_key_values),
             **kwargs,
         )
 

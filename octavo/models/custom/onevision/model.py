@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from octavo.models.custom.causal_output import causal_output
+from octavo.models.custom.causal_output import cache_argument, causal_output
 from octavo.models.custom.image_features import ImageFeatures
 from octavo.models.custom.onevision.configuration import LLaVAOneVision1_5_Config
 from octavo.models.custom.onevision.tower import RiceViT
@@ -98,9 +98,9 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
         return self.language_model(
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            **cache_argument(self.language_model, past_key_values),
             **kwargs,
         )
 
