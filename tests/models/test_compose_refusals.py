@@ -151,7 +151,9 @@ def test_all_problems_are_reported_at_once_and_nothing_is_written(tower, checkpo
     (bare / "chat_template.jinja").unlink()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").write_text("kept")
-    parts = Parts(tower("clip"), bare, projector="mlp2x_gelu", image_size=18, init_std=3.0, feature_layer=9)
+    encoder = copy(tower("clip"), tmp_path / "clip")
+    write_settings(encoder, {**TOWERS["clip"][2], "image_processor_type": "ViTImageProcessor"})
+    parts = Parts(encoder, bare, projector="mlp2x_gelu", image_size=18, init_std=3.0, feature_layer=9)
     with pytest.raises(ModelError) as error:
         compose(parts, tmp_path / "out")
     lines = str(error.value).splitlines()
@@ -161,6 +163,7 @@ def test_all_problems_are_reported_at_once_and_nothing_is_written(tower, checkpo
         if line.startswith((f"{tmp_path}/out is not empty", "--projector mlp2x_gelu: the projectors are mlp2"))
     ] == lines[:2]
     assert lines[2].startswith("--init-std 3.0: it must be above 0")
+    assert "image_processor_type is 'ViTImageProcessor'; expected one of " in lines.pop(3)
     assert lines[3] == "an image of 18 pixels cannot be cut into patches of 4; the nearest sizes are 16 and 20"
     assert lines[4].startswith("--feature-layer 9: ") and lines[4].endswith(
         "has 3 layers; name one of -4 to -1, or 1 to 3"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.base.encryption import is_encrypted
-from octavo.models.compose.grid import WHOLE, GridEncoder, read_grid_encoder
+from octavo.models.compose.grid import MERGER, WHOLE, GridEncoder, read_grid_encoder
 from octavo.models.compose.tile import FEATURE_LAYER, TileEncoder, read_tile_encoder
 from octavo.models.custom.composed import TOWERS
 from octavo.models.errors import ModelError
@@ -13,8 +13,8 @@ from octavo.models.folder.folder import check_weight_files, read_json
 from octavo.models.folder.quantization import read_quantization
 from octavo.models.processors.image import settings_file
 
-LLAVA, MERGER = "mlp2", "merge_mlp2"
-"""The projector of towers for images of one size if none is named; the one that Qwen's towers have."""
+LLAVA = "mlp2"
+"""The projector of towers for images of one size if none is named."""
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 

@@ -24,6 +24,8 @@ from octavo.models.structure.skeleton import read_config
 
 WHOLE = {**{kind.removesuffix("_vision"): kind for kind in TOWERS}, "qwen3_vl_moe": "qwen3_vl_vision"}
 """`model_type` of a vision-language model -> the `model_type` of its tower."""
+MERGER = "merge_mlp2"
+"""The projector that Qwen's towers have."""
 _PROJECTOR = re.compile(r"(merger|deepstack_merger_list)\.")
 _SIZES = {"patch_size": "patch_size", "merge_size": "spatial_merge_size", "temporal_patch_size": "temporal_patch_size"}
 
@@ -38,7 +40,7 @@ class GridEncoder:
     is_whole: bool
 
     tokens = None  # of an image: they depend on its size
-    projector = "merge_mlp2"
+    projector = MERGER
 
     @property
     def why(self) -> str:

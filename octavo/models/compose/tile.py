@@ -41,7 +41,7 @@ from transformers import (
 from octavo.base.model_families import leading_tokens
 from octavo.base.wording import did_you_mean
 from octavo.models.compose import grid
-from octavo.models.compose.image_settings import read_image_settings
+from octavo.models.compose.image_settings import ImageSettings, read_image_settings
 from octavo.models.custom.composed import (
     IMAGE_TOKEN,
     PROJECTORS,
@@ -295,27 +295,14 @@ def read_tile_encoder(
     except ModelError as error:
         problems.append(str(error))
         return None
+    images, size = None, image_size
     try:
         images = read_image_settings(folder, settings, _TOWERS[config.model_type].processor)
     except ModelError as error:
         problems.append(str(error))
-        return None
-    processed, stored = images.size, config.image_size
-    # A DINO interpolates its positions, and is published for larger images than its processor makes.
-    size = image_size or (processed if config.model_type.startswith("dino") else stored)
-    if image_size is None and len(images.sizes) > 1:
-        problems.append(
-            f"{images.file} makes images that are not square, and an image encoder takes squares; name one size with "
-            "--image-size"
-        )
-    elif image_size is None and processed not in (None, size):
-        problems.append(
-            f"{images.file} makes images of {processed} pixels, but {folder / 'config.json'} takes {stored}; "
-            "name one of them with --image-size"
-        )
-    if size is None and not images.sizes:
-        problems.append(f"{images.file} has no size of images; name one with --image-size")
-    elif size is not None and (why := _why_no_grid(size, config.patch_size, projector, image_size is not None)):
+    else:
+        size = size or _size_of(folder, config, images, problems)
+    if size is not None and (why := _why_no_grid(size, config.patch_size, projector, image_size is not None)):
         problems.append(why)
     layers = config.num_hidden_layers
     if not -layers - 1 <= feature_layer <= layers or feature_layer == 0:  # transformers takes 0 for an absent value
@@ -325,9 +312,9 @@ def read_tile_encoder(
         )
     if getattr(config, "num_channels", 3) != 3:
         problems.append(f"{folder / 'config.json'}: num_channels is {config.num_channels}; images have 3")
-    if len(problems) > before or size is None:
+    if len(problems) > before or size is None or images is None:
         return None
-    config.image_size = size
+    stored, config.image_size = config.image_size, size
     for setting, value in _SETTINGS.items():
         if hasattr(config, setting):
             setattr(config, setting, value)
@@ -337,6 +324,26 @@ def read_tile_encoder(
         problems.append(str(error))
         return None
     return TileEncoder(folder, config, stored, adapted, feature_layer, projector)
+
+
+def _size_of(folder: Path, config: PreTrainedConfig, images: ImageSettings, problems: list[str]) -> int | None:
+    """Return the size of images in each direction, if the user names none. Adds a sentence to `problems` where the
+    folder names none, or more than one."""
+    # A DINO interpolates its positions, and is published for larger images than its processor makes.
+    size = images.size if config.model_type.startswith("dino") else cast(int, config.image_size)
+    if len(images.sizes) > 1:
+        problems.append(
+            f"{images.file} makes images that are not square, and an image encoder takes squares; name one size with "
+            "--image-size"
+        )
+    elif images.size not in (None, size):
+        problems.append(
+            f"{images.file} makes images of {images.size} pixels, but {folder / 'config.json'} takes {size}; "
+            "name one of them with --image-size"
+        )
+    elif size is None:
+        problems.append(f"{images.file} has no size of images; name one with --image-size")
+    return size
 
 
 def _why_no_grid(size: int, patch: int, projector: str, is_chosen: bool) -> str:
