@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # commands import torch only when they need it
 from octavo.base.wording import count_noun, nearest
 from octavo.config import Config, load_config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.config.stages import stage_configs
+from octavo.config.stages import keys_in_stage, stage_configs
 from octavo.config.yaml.problems import describe_value
 
 
@@ -120,7 +120,7 @@ def _check_options(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> int:
     _check_options(args)
     args.overrides.extend(f"parallel.{pair}" for pair in args.parallel)
-    cfg = _stage(_config(args), args)
+    cfg, names = _stage(_config(args), args)
     if args.measure and cfg.fp8.plan is not None:
         raise arguments.UsageError(
             f"--measure creates a plan, but the configuration uses the plan of {cfg.fp8.plan}; remove one of them "
@@ -161,7 +161,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.fit is not None:
         sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.fit, reference)
         fixed = [pair.partition("=")[0] for pair in arguments.overrides(args)]
-        return plan_memory.show_fit(sizes, message, args, fixed)
+        fixed += [key for key, name in names.items() if name in fixed]
+        return plan_memory.show_fit(sizes, message, args, fixed, names)
     prediction = None if rank_tokens is None else planning.predict(plan, model, rank_tokens)
     if args.measure and not planning.has_open_recipes(cfg):
         notes = (*notes, _TRAIN_HINT)
@@ -295,8 +296,8 @@ _TRAIN_HINT = (
 )
 
 
-def _stage(cfg: Config, args: argparse.Namespace) -> Config:
-    """Return the configuration of the stage to plan."""
+def _stage(cfg: Config, args: argparse.Namespace) -> tuple[Config, dict[str, str]]:
+    """Return the configuration of the stage to plan, and the names in it of the keys that stages set."""
     configs = stage_configs(cfg)
     number = args.stage or len(configs)
     if number > len(configs) or (args.stage is not None and not cfg.train.stages):
@@ -304,7 +305,7 @@ def _stage(cfg: Config, args: argparse.Namespace) -> Config:
         raise arguments.UsageError(f"--stage {number}: the configuration has {stages}")
     if cfg.train.stages and args.stage is None:
         terminal.note(f"note: this is stage {number} of {number}; --stage plans another")
-    return configs[number - 1]
+    return configs[number - 1], keys_in_stage(cfg, number - 1)
 
 
 def _config(args: argparse.Namespace) -> Any:

@@ -151,9 +151,9 @@ def fits(card: Any, total: int, ranks: int) -> str:
     return f"{where}: {verdict}; {reserve}"
 
 
-def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
+def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str], names: Mapping[str, str]) -> int:
     """Print the proposal as YAML, its reasons, and faster settings that do not fit. Returns exit code 1 if nothing
-    fits."""
+    fits. ``names``: keys -> what they are called in the stage that is planned."""
     card = Card.parse(args.fit)
     with terminal.progress("searching", bytes=False) as progress:
         proposal = propose(sizes, card, args.ranks, fixed, progress)
@@ -177,7 +177,7 @@ def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
     if proposal.best is None:
         small = proposal.smallest
         print(f"nothing fits: of {proposal.tried} settings, the smallest needs {gb(small.excess(card))} more:")
-        print("\n".join(f"  {line}" for line in small.to_yaml()))
+        print("\n".join(f"  {line}" for line in small.to_yaml(names=names)))
         print(
             f"it fits on {proposal.ranks} GPUs: --ranks {proposal.ranks}"
             if proposal.ranks
@@ -188,25 +188,29 @@ def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
     print(fits(card, best.footprint.total, args.ranks))
     print(f"the fastest of {proposal.tried} settings that fit, by an estimate of FLOPs and bytes (not measured):")
     print()
-    changes = best.to_yaml(now)
+    changes = best.to_yaml(now, names)
     print("\n".join(changes) if changes else "the configuration unchanged")
     print()
     if changes and args.file is not None:
         # Overrides of keys that the proposal changes are left out of the command.
-        remaining = [word for word in arguments.overrides(args) if word.partition("=")[0] not in best.differences(now)]
-        print(f"on the command line: {shlex.join(['octavo', 'train', args.file, *remaining])} {best.to_overrides(now)}")
+        changed = {names.get(key, key) for key in best.differences(now)}
+        remaining = [word for word in arguments.overrides(args) if word.partition("=")[0] not in changed]
+        command = shlex.join(["octavo", "train", args.file, *remaining])
+        print(f"on the command line: {command} {best.to_overrides(now, names)}")
     for reason in proposal.reasons:
         print(reason)
     if proposal.more_exact:
         print("also fits, with less rounding:")
     for s in proposal.more_exact:
         free = gb(-s.excess(card))
-        print(f"  {_percent(s.seconds / best.seconds - 1)} time, {free} free: with {s.to_overrides(best.settings)}")
+        print(
+            f"  {_percent(s.seconds / best.seconds - 1)} time, {free} free: with {s.to_overrides(best.settings, names)}"
+        )
     if proposal.faster:
         print("faster by the same estimate, but too large:")
     for s in proposal.faster:
-        over = gb(s.excess(card))
-        print(f"  {_percent(s.seconds / best.seconds - 1)} time, {over} too much: with {s.to_overrides(best.settings)}")
+        time, over = _percent(s.seconds / best.seconds - 1), gb(s.excess(card))
+        print(f"  {time} time, {over} too much: with {s.to_overrides(best.settings, names)}")
     return 0
 
 

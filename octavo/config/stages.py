@@ -24,6 +24,7 @@ from octavo.config.sections.names import raw_section
 from octavo.config.sections.train import StageSection, TrainSection
 from octavo.config.stage_folders import STAGES
 from octavo.config.yaml.document import Path
+from octavo.config.yaml.problems import dotted
 
 C = TypeVar("C", bound=Sections)
 
@@ -63,6 +64,14 @@ def with_last_stage(data: object) -> object:
 def stage_configs(config: C) -> tuple[C, ...]:
     """Return the configuration of each stage, without stages; the configuration itself if it has none."""
     return tuple(_config(config, stage) for stage in config.train.stages) or (config,)
+
+
+def keys_in_stage(config: Sections, number: int) -> dict[str, str]:
+    """Return the dotted keys of an ordinary configuration that the stages set, each with its key in stage `number`
+    (from 0, or -1 for the last). Without stages: an empty mapping."""
+    settings = _settings(config.train.stages[number]) if config.train.stages else {}
+    number %= len(config.train.stages) or 1
+    return {dotted(path): dotted(_path_in_stage(path, number, settings)) for path in settings}
 
 
 def run_configs(config: C) -> tuple[C, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,21 @@ def test_commands_take_one_stage(cfg: Config, tmp_path: Path, capsys: pytest.Cap
     assert "this is stage 2 of 2; --stage plans another" in capsys.readouterr().err
     assert main(["plan", str(file), "--stage", "3"]) == 2
     assert "--stage 3: the configuration has 2 stages" in capsys.readouterr().err
+
+
+def test_proposal_for_a_stage_has_the_keys_of_that_stage(
+    cfg: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "stages.yaml"
+    file.write_text(to_yaml(override(cfg, [f"train.stages.{n}.micro_batch={1 + n}" for n in (0, 1)])))
+    assert main(["plan", str(file), "--stage", "1", "--fit", "24GB"]) == 0
+    shown = capsys.readouterr().out
+    (command,) = (line for line in shown.splitlines() if line.startswith("on the command line: "))
+    pairs = [word for word in shlex.split(command) if "=" in word]
+    assert any(pair.startswith("train.stages.0.micro_batch=") for pair in pairs), command
+    assert "# in train.stages.0:" in shown and "train.micro_batch=" not in shown
+    changed = load_config(file, pairs)
+    assert changed.train.stages[0] != cfg.train.stages[0] and changed.train.stages[1].micro_batch == 2
+    assert main(["plan", str(file), "--stage", "1", "--fit", "24GB", "train.stages.0.micro_batch=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "micro_batch=" not in shown.replace("train.stages.0.micro_batch=1", "")

@@ -18,6 +18,7 @@ import numpy as np
 from octavo.base.wording import count_noun
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
+from octavo.config.stages import keys_in_stage
 from octavo.report.evidence import claims as intervals
 from octavo.report.evidence import rl_claims
 from octavo.report.evidence.claims import LOSS_MARGIN, MIN_FORK_STEPS, Evaluation, Interval
@@ -164,9 +165,10 @@ def _why_no_forks(planned: Sequence[Run], fresh: bool) -> str:
     fork, reference = (next(run for run in planned if run.kind == kind) for kind in ("fork", "reference"))
     steps = fork.cfg.train.total_steps
     if steps - fork.begins < MIN_FORK_STEPS:
+        key = keys_in_stage(reference.cfg, -1).get("train.steps", "train.steps")
         return (
             f"forks of {count_noun(steps - fork.begins, 'step')} cannot diverge, at least {MIN_FORK_STEPS} are needed: "
-            f"set train.steps of at least {3 * MIN_FORK_STEPS}"
+            f"set {key} of at least {3 * MIN_FORK_STEPS}"
         )
     if fresh:
         return ""

@@ -64,6 +64,9 @@ _ROUNDING_ORDER = {
 }
 
 
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class Setting:
     """A combination of switches: settings by dotted key, footprint, and estimated seconds of a step.
@@ -84,18 +87,22 @@ class Setting:
         """Return the settings that differ from ``other``; a key that is missing there counts as different."""
         return {key: value for key, value in self.settings.items() if key not in other or other[key] != value}
 
-    def to_overrides(self, other: Settings) -> str:
-        """Return the differences from ``other`` as `key=value` words for the command line, quoted for the shell."""
-        pairs = (f"{key}={_format_value(value).replace(' ', '')}" for key, value in self.differences(other).items())
+    def to_overrides(self, other: Settings, names: Mapping[str, str] = NO_NAMES) -> str:
+        """Return the differences from ``other`` as `key=value` words for the command line, quoted for the shell.
+        ``names``: key -> what it is called in the stage of a run (:func:`octavo.config.stages.keys_in_stage`)."""
+        changes = self.differences(other).items()
+        pairs = (f"{names.get(key, key)}={_format_value(value).replace(' ', '')}" for key, value in changes)
         return " ".join(shlex.quote(pair) for pair in pairs)
 
-    def to_yaml(self, other: Settings = MappingProxyType({})) -> list[str]:
-        """Return the differences from ``other`` as lines of a configuration file."""
+    def to_yaml(self, other: Settings = MappingProxyType({}), names: Mapping[str, str] = NO_NAMES) -> list[str]:
+        """Return the differences from ``other`` as lines of a configuration file, in which a comment names the stage
+        of the settings that belong in one (``names``, as in :meth:`to_overrides`)."""
         sections: dict[str, list[str]] = {}
         for key, value in self.differences(other).items():
-            section, name = key.split(".")
-            sections.setdefault(section, []).append(f"  {name}: {_format_value(value)}")
-        return [line for section, lines in sections.items() for line in (f"{section}:", *lines)]
+            section, _, name = names.get(key, key).rpartition(".")
+            header = f"{section}:" if "." not in section else f"# in {section}:"
+            sections.setdefault(header, []).append(f"  {name}: {_format_value(value)}")
+        return [line for header, lines in sections.items() for line in (header, *lines)]
 
     def to_json(self) -> dict[str, Any]:
         return {
