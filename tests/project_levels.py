@@ -73,7 +73,8 @@ LEVELS: dict[str, list[set[str]]] = {
         {"*"},
     ],
     "octavo.train.estimate": [{"step_time"}, {"memory"}],
-    "octavo.rl": [{"*"}, {"phases"}, {"rollout"}, {"objectives", "rewards"}],
+    "octavo.generation": [{"engines"}, {"*"}],
+    "octavo.rl": [{"*"}, {"phases"}, {"fleet"}, {"rollout"}, {"objectives", "rewards"}],
     "octavo.report": [{"demo"}, {"trial"}, {"run"}, {"evidence", "*"}],
     "octavo.importers": [{"*"}, {"frameworks"}, {"common"}, {"source"}, {"shell"}, {"errors"}],
 }

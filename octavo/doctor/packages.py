@@ -93,6 +93,7 @@ OPTIONAL = (
         "encrypted files cannot be read or written",
         "pip install 'octavo[sealed]'",
     ),
+    Package("ray", "import ray", "no rollouts by replicas (rl.engine: ray)", "pip install 'octavo[ray]'"),
     Package("torchao", "import torchao", "benchmarks do not include it", "pip install torchao"),
     Package("trl", "import trl", "FP8 in TRL's trainers, and some tests", "pip install 'octavo[trainer]'"),
     Package(

@@ -9,7 +9,7 @@ from octavo.config.rules.findings import Finding, finding
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.foreign_words import near_value, suggest, value_of
 from octavo.config.sections.names import Section
-from octavo.config.sections.rl import BEYOND_SFT, CRITIC_KEYS, OPTIONS, WITH_CRITIC, WITH_KL, RlSection
+from octavo.config.sections.rl import BEYOND_SFT, CRITIC_KEYS, OPTIONS, WITH_CRITIC, WITH_KL, EngineSection, RlSection
 from octavo.config.sections.run import RunSection
 from octavo.config.sections.text_types import is_reward_path, python_name
 from octavo.config.sections.train import OptimizerSection, TrainSection
@@ -77,6 +77,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
     rl = config.rl
     assert rl is not None
     yield from _critic(rl, config.lora is not None)
+    yield from _engine(config, rl.engine)
     if rl.group == 1 and rl.algorithm not in WITH_CRITIC:
         yield finding("rl.group", "a single completion has no others to be compared with", "use 2 or more")
     if rl.prompts % rl.mini_batches:
@@ -132,6 +133,23 @@ def _rl(config: Sections) -> Iterator[Finding]:
         reason = "completions are new in every step, so the reference cannot be computed before the first"
         yield finding("rl.reference", reason, "use copy, or base with adapters (lora)", "train.phase")
     yield from _reference("rl.reference", rl.reference, config.lora is not None)
+
+
+def _engine(config: Sections, engine: EngineSection) -> Iterator[Finding]:
+    """Settings of an engine that nothing reads, and of a run that it cannot follow."""
+    if engine.name == "octavo":
+        for name in EngineSection.model_fields:
+            if name != "name" and _is_set(engine, name, EngineSection):
+                reason = "has no effect on octavo, which generates in the process that trains"
+                yield finding(f"rl.engine.{name}", reason, "remove it, or use `name: ray`", "rl.engine.name")
+        return
+    if config.fp8.adapt is not None:
+        reason = "replicas keep the plan that they began with, and fp8.adapt changes it during the run"
+        yield finding("rl.engine.name", reason, "use octavo, or remove fp8.adapt", "fp8.adapt")
+    for index, rule in enumerate(config.fp8.rules):
+        if rule.first is not None or rule.last is not None:
+            reason = "replicas keep the plan that they began with, and this rule applies to a part of the steps"
+            yield finding("rl.engine.name", reason, f"use octavo, or remove fp8.rules.{index}", f"fp8.rules.{index}")
 
 
 def _reference(where: str, kind: str, lora: bool) -> Iterator[Finding]:

@@ -68,6 +68,49 @@ def _as_reward(value: Any) -> Any:
 _OR_NAME = BeforeValidator(_as_reward, json_schema_input_type=str | RewardSection)
 
 
+class EngineSection(Section):
+    """The engine that generates completions."""
+
+    name: Literal["octavo", "ray"] = Field(
+        default="octavo",
+        description="octavo: the modules that train, in their process. ray: replicas of that engine in other "
+        "processes, on this machine or on a Ray cluster (RAY_ADDRESS), which receive the weights of each step "
+        "(pip install 'octavo[ray]').",
+    )
+    replicas: int = Field(default=2, ge=1, le=4096, description="For ray: number of replicas.")
+    cpus: int = Field(default=1, ge=1, le=4096, description="For ray: CPU threads of a replica.")
+    gpus: float = Field(
+        default=0.0, ge=0, le=1, description="For ray: GPUs of a replica; below 1 replicas share one. 0: on the CPU."
+    )
+    chunk: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**20,
+        description="For ray: prompts of a request, which are lost with a replica and generated again. Absent: so many "
+        "that each replica has two requests in a step.",
+    )
+    timeout: float = Field(
+        default=600.0,
+        gt=0,
+        le=86400,
+        description="For ray: seconds after which a replica that does not answer is started again, and for which a run "
+        "waits if none can be reached.",
+    )
+    node_address: Text | None = Field(
+        default=None,
+        min_length=1,
+        description="For ray without RAY_ADDRESS: the address at which other nodes join the cluster that the run "
+        "starts. Absent: 127.0.0.1, so that none can.",
+    )
+
+
+def _as_engine(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+_OR_ENGINE = BeforeValidator(_as_engine, json_schema_input_type=Literal["octavo", "ray"] | EngineSection)
+
+
 class RlSection(Section):
     """Reinforcement learning. A step generates completions of its prompts, rewards them, and updates the model."""
 
@@ -224,6 +267,10 @@ class RlSection(Section):
         le=2**31,
         description="Pages of a process's key-value cache, 8 tokens each. Absent: as many as its sequences need. With "
         "fewer, fewer sequences are generated at a time; one completion must fit.",
+    )
+    engine: Annotated[EngineSection, _OR_ENGINE] = Field(
+        default_factory=EngineSection,
+        description="The engine that generates completions: its name, or a mapping.",
     )
     invariant: bool = Field(
         default=False,

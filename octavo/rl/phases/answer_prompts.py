@@ -15,7 +15,7 @@ from octavo.data.tasks.prompts import PromptEncoder
 from octavo.parallel import World
 from octavo.rl.phases.rl_phase import make_rewards
 from octavo.rl.phases.settings import make_sampling
-from octavo.rl.rollout.rollout import evaluate_held_out
+from octavo.rl.rollout.rollout import SharedEngine, evaluate_held_out
 from octavo.train import TrainError
 from octavo.train.artifacts import Target
 from octavo.train.artifacts import evaluate_target as evaluate_losses
@@ -62,7 +62,8 @@ def evaluate_target(
             rewards.expect(prompt_columns(answer_cfg, answer_cfg.data.eval))
             prompts = [prompt for batch in rows for prompt in batch]
             world = World(device=forward.device)
-            figures = evaluate_held_out(engine, rewards, processor.tokenizer, prompts, sampling, rl, world)
+            shared = SharedEngine(engine, rl)
+            figures = evaluate_held_out(shared, 0, rewards, processor.tokenizer, prompts, sampling, rl, world)
             for sentence in rewards.take_reports()[0]:
                 log(f"note: {sentence}")
             return figures

@@ -47,7 +47,7 @@ class MismatchLimit:
     def _find_first_difference(self, batch: dict[str, Any], row: int | None) -> str:
         """Describe the first layer that differs between rollout and trainer in a row of a micro-batch. The forward is a
         collective, so ranks without the row (`row` is None) run it too."""
-        stepper, engine, rollout = self.stepper, self.stepper.roles.engine, self.stepper.rollout
+        stepper, engine, rollout = self.stepper, self.stepper.roles.local, self.stepper.rollout
         prompt, tokens = None, np.zeros(0, dtype=np.int64)
         if row is not None:
             completion = rollout.completions[batch["experience"].rows[row]]

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo import checkpoint, fp8, models, parallel
+from octavo import checkpoint, fp8, parallel
 from octavo.config import Config
 from octavo.fp8.memory import ChunkedHead, chunk_head
 from octavo.fp8.observe import uncounted
@@ -91,7 +91,7 @@ class CopyReference:
     def of(cls, stepper: Stepper, plan_file: Path, log: Callable[[str], None]) -> CopyReference:
         """Load the weights that the run began with, on the policy's device and ranks."""
         cfg, world, family = stepper.cfg, stepper.world, stepper.family
-        model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_load_options(cfg))
+        model = frozen_base.load_as_values(cfg, model_dtype(cfg), world.device)
         if cfg.run.start_from is not None:
             checkpoint.load_weights(
                 cfg.run.start_from, model=model, optimizer=None, world=world, may_be_missing=critic.is_critic_parameter
@@ -135,12 +135,6 @@ def add_reference_memory(result: StepResult, reference: HoldsMemory | None, **ki
         return result
     held = {} if reference is None else {"reference": reference.bytes}
     return replace(result, memory={**result.memory, **kinds, **held})
-
-
-def _load_options(cfg: Config) -> dict[str, Any]:
-    """Return the options to load the model folder as the policy does; full-parameter training dequantizes FP8
-    checkpoints."""
-    return {"keep_fp8": False} if models.read_quantization(cfg.model.path) is not None else {}
 
 
 @contextmanager

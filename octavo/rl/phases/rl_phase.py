@@ -18,7 +18,9 @@ from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import prompt_loader, prompt_set
 from octavo.data.loaders.loader import Loader
 from octavo.data.loaders.rows_from_config import prompt_columns
+from octavo.generation.engines import RolloutEngine
 from octavo.models.folder.folder import find_file
+from octavo.rl.fleet.fleet import check_engine, start_fleet
 from octavo.rl.objectives.metrics import TRL_NAMES
 from octavo.rl.phases.completions_log import CompletionsLog
 from octavo.rl.phases.reference import make_reference
@@ -27,7 +29,7 @@ from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.phases.settings import Settings
 from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rewards import Rewards
-from octavo.rl.rollout.rollout import evaluate_held_out
+from octavo.rl.rollout.rollout import SharedEngine, evaluate_held_out
 from octavo.rl.rollout.same_weights import ROLLOUT_PROOF
 from octavo.train import TrainError
 from octavo.train.forward.evaluation import Answer
@@ -52,11 +54,13 @@ class RlPhase(Phase):
     def __init__(self) -> None:
         self.rewards: Rewards | None = None
         self.reward_errors: RewardErrors | None = None
+        self._engine: RolloutEngine | None = None
         self._loader: Loader | None = None
         self._prompts: EvalSet | None = None
 
     def check(self, cfg: Config) -> None:
         super().check(cfg)
+        check_engine(cfg)
         if self.rewards is None:  # report unusable rewards before the run directory exists
             self.rewards = make_rewards(Settings.of(cfg).section)
 
@@ -89,8 +93,10 @@ class RlPhase(Phase):
             return figures
         assert isinstance(stepper, RlStepper)
         roles, section = stepper.roles, stepper.settings.section
+        stepper.send_weights(stepper.step_number)
         rewards = evaluate_held_out(
             roles.engine,
+            stepper.step_number,
             roles.rewards,
             roles.tokenizer,
             [prompt for batch in self._prompts for prompt in batch],
@@ -112,7 +118,7 @@ class RlPhase(Phase):
         section = settings.section
         if section.invariant and (why := fp8.why_not_batch_invariant(plain.model)):
             raise TrainError(f"rl.invariant: true is not possible: {why}")
-        engine = generation.Engine(
+        local = generation.Engine(
             plain.model,
             processor,
             generation.Context(forward.autocast, forward.dtype, world, forward.needs_dummy),
@@ -122,15 +128,22 @@ class RlPhase(Phase):
             invariant=section.invariant,
             log=log,
         )
+        sender = None
+        if section.engine.name == "octavo":
+            self._engine = SharedEngine(local, section)
+        else:
+            fleet = start_fleet(plain, directory, log)
+            self._engine, sender = fleet.engine, fleet.sender
         reference = make_reference(section.reference, plain, directory / PLAN, log) if settings.beta else None
         if self.rewards.on_bad == "zero":
             self.reward_errors = RewardErrors(self.rewards, world, log, step, plain.cfg.run.encrypt)
         stepper = RlStepper.from_stepper(
             plain,
-            roles=Roles(engine, self.rewards, reference, self._loader.encoder.tokenizer),
+            roles=Roles(self._engine, local, self.rewards, reference, self._loader.encoder.tokenizer),
             prompts=self._loader,
             reward_errors=self.reward_errors,
             log=CompletionsLog(directory, section.show, plain.cfg.run.encrypt) if world.is_main else None,
+            sender=sender,
         )
         proof = read_json(directory / PROOF) or {}
         safe_read.check_schema(proof, {"rollouts": ROLLOUT_PROOF}, directory / PROOF, TrainError)
@@ -149,6 +162,8 @@ class RlPhase(Phase):
         return {"rollouts": {**checked, "stale": stepper.settings.section.stale}} if checked else {}
 
     def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
         if self.reward_errors is not None:
             self.reward_errors.close()
         if self.rewards is not None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from octavo import fp8
 from octavo.data.loaders.loader import Loader
 from octavo.data.tasks.prompts import PromptSample
+from octavo.rl.fleet.sender import WeightSender
 from octavo.rl.objectives.advantages import ADVANTAGES, informative
 from octavo.rl.objectives.importance import UNLIMITED, gap, logp_difference, weights
 from octavo.rl.objectives.metrics import Figures, combine_figures, kind, whole
@@ -57,18 +58,20 @@ class RlStepper(Stepper):
     prompts        the loader of prompts; with dynamic sampling a step takes further prompts from it
     reward_errors  reports rewards that returned no number, or None if such a reward ends the run
     log            the file of completions, or None on ranks other than 0
+    sender         gives the engine its weights, or None if it shares the trainer's
     """
 
     roles: Roles
     prompts: Loader
     reward_errors: RewardErrors | None = None
     log: CompletionsLog | None = None
+    sender: WeightSender | None = None
 
     def __post_init__(self) -> None:
         self.settings = Settings.of(self.cfg)
         section, encoder = self.settings.section, self.prompts.encoder
         self.sampling, self.pad_id = make_sampling(section, self.settings.seed, 0, encoder.places), encoder.pad_id
-        self.weight_check = SameWeights(self.model)
+        self.weight_check = SameWeights(self.model, self.roles.engine.capabilities.shares_weights)
         self.critic = Critic(self) if self.settings.values else None
         self.mismatch_limit = MismatchLimit(self) if section.invariant or section.max_gap is not None else None
         self.rollout = Rollout([], [], [], np.zeros(0))  # of the current step
@@ -189,8 +192,10 @@ class RlStepper(Stepper):
         section, roles = self.settings.section, self.roles
         self.world.set_phase(f"step {self.step_number}, rollout")
         sampling = replace(self.sampling, step=step)
+        version = self.step_number - 1
+        self.send_weights(version)
         completions, cache_size = generate_completions(
-            roles.engine, prompts, sampling, section, lambda at: self.on_progress(f"rollout {at}")
+            roles.engine, version, prompts, sampling, section.group, lambda at: self.on_progress(f"rollout {at}")
         )
         self.cache_bytes = max(self.cache_bytes, cache_size)
         self.generated_tokens += sum(len(c.tokens) for c in completions)
@@ -201,6 +206,11 @@ class RlStepper(Stepper):
         if self.reward_errors is not None:
             self.reward_errors.report()
         return rollout
+
+    def send_weights(self, version: int) -> None:
+        """Give an engine in other processes the current weights, once for each version: the number of steps."""
+        if self.sender is not None:
+            self.sender.send(version, self.on_progress)
 
     def add_length_penalty(self, rollout: Rollout) -> Rollout:
         """Reduce the rewards of long completions (DAPO). Groups are selected before, by rewards without this

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.config import Config
 from octavo.generation import Engine
+from octavo.generation.engines import RolloutEngine
 from octavo.parallel import World
 from octavo.rl.objectives.metrics import Figures
 from octavo.rl.objectives.policy_losses import Counts
@@ -29,12 +30,14 @@ class Roles:
     """The participants of a step in addition to the policy.
 
     engine     generates completions with the policy's weights
+    local      the engine in this process, which is also used to find where rollout and trainer differ
     rewards    score completions
     reference  computes the log-probabilities for the objective's KL, or None if it has no KL
     tokenizer  decodes completions
     """
 
-    engine: Engine
+    engine: RolloutEngine
+    local: Engine
     rewards: Rewards
     reference: Reference | None
     tokenizer: Any

@@ -15,7 +15,8 @@ from octavo.base import accelerator
 from octavo.config.sections.rl import RlSection
 from octavo.data.tasks.prompts import PromptSample
 from octavo.fp8.observe import uncounted
-from octavo.generation import Completion, Engine, Prompt, Sampling
+from octavo.generation import Completion, Engine, GenerationError, Prompt, Sampling
+from octavo.generation.engines import Capabilities, Manifest, Pieces, RolloutEngine
 from octavo.parallel import World
 from octavo.rl.rewards import Rewards
 from octavo.rl.rollout.experience import Rollout, engine_prompt
@@ -30,22 +31,58 @@ UNLIMITED = 1 << 62  # bytes, for devices that do not report their free memory
 
 
 def generate_completions(
-    engine: Engine,
+    engine: RolloutEngine,
+    version: int,
     prompts: Sequence[PromptSample],
     sampling: Sampling,
-    rl: RlSection,
+    group: int,
     doing: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Completion], int]:
-    """Generate `rl.group` completions per prompt. Returns them and the bytes that the engine used, which are freed.
+    """Generate `group` completions per prompt with the weights of a version. Returns them and the bytes that the engine
+    used in this process, which are freed.
 
-    A collective if ranks share parameters. Raises the errors of :meth:`octavo.generation.Engine.generate`."""
+    A collective if ranks share parameters. Raises the errors of
+    :meth:`octavo.generation.engines.RolloutEngine.generate`."""
     engine_prompts = [engine_prompt(p) for p in prompts]
-    engine.slots = slots_for(engine, engine_prompts, sampling, rl, free_bytes(engine.caller.device))
     with uncounted():
-        completions = engine.generate(engine_prompts, sampling, rl.group, lambda done, total: doing(f"{done}/{total}"))
-    held = sum(engine.bytes.values())
-    engine.release()
-    return completions, held
+        completions = engine.generate(
+            version, engine_prompts, sampling, group, lambda done, total: doing(f"{done}/{total}")
+        )
+    return completions, engine.release()
+
+
+class SharedEngine:
+    """The engine in this process, with the modules that train: every version of the weights is the current one. It
+    generates as many sequences at a time as fit in memory."""
+
+    capabilities = Capabilities("octavo", shares_weights=True, repeats_draws=True)
+
+    def __init__(self, engine: Engine, rl: RlSection) -> None:
+        self.engine, self.rl = engine, rl
+
+    def update(self, version: int, manifest: Manifest, pieces: Pieces) -> str:
+        raise GenerationError("this engine generates with the trainer's own weights, so there are none to take.")
+
+    def generate(
+        self,
+        version: int,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        group: int = 1,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Completion]:
+        """See :meth:`octavo.generation.Engine.generate`; a collective if ranks share the model's parameters."""
+        section = self.rl.model_copy(update={"group": group})
+        self.engine.slots = slots_for(self.engine, prompts, sampling, section, free_bytes(self.engine.caller.device))
+        return self.engine.generate(prompts, sampling, group, progress)
+
+    def release(self) -> int:
+        held = sum(self.engine.bytes.values())
+        self.engine.release()
+        return held
+
+    def close(self) -> None:
+        self.engine.release()
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -151,7 +188,8 @@ def group_figures(rollout: Rollout, world: World) -> dict[str, float | None]:
 
 
 def evaluate_held_out(
-    engine: Engine,
+    engine: RolloutEngine,
+    version: int,
     rewards: Rewards,
     tokenizer: Any,
     prompts: Sequence[PromptSample],
@@ -161,12 +199,11 @@ def evaluate_held_out(
     doing: Callable[[str], None] = lambda text: None,
     shown: list[Answer] | None = None,
 ) -> dict[str, float | None]:
-    """Generate one greedy answer per held-out prompt, with the stop conditions of `sampling`; returns their
-    :func:`completion_means`. The first answers are appended to `shown`. Collective call."""
-    single = rl.model_copy(update={"group": 1})
+    """Generate one greedy answer per held-out prompt with the weights of a version, and the stop conditions of
+    `sampling`; returns their :func:`completion_means`. The first answers are appended to `shown`. Collective call."""
     greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     prompts = [replace(prompt, number=place) for place, prompt in enumerate(prompts)]
-    completions, _ = generate_completions(engine, prompts, greedy, single, doing)
+    completions, _ = generate_completions(engine, version, prompts, greedy, 1, doing)
     rollout = score_completions(rewards, tokenizer, prompts, completions)
     if shown is not None:
         first = list(zip(rollout.prompts, rollout.texts, rollout.rewards.tolist(), strict=True))[:MAX_LOGGED]

@@ -32,10 +32,12 @@ ROLLOUT_PROOF = {
 
 
 class SameWeights:
-    """Compares checksums of the policy's weights between the rollout and the update of each step."""
+    """Compares checksums of the policy's weights between the rollout and the update of each step.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    `shared`: rollouts run in the policy's own modules, so that cached codes are the rollout's."""
+
+    def __init__(self, model: nn.Module, shared: bool = True) -> None:
+        self.model, self.shared = model, shared
         self._rollout_sums: dict[str, int] | None = None
         self._updated_sums: dict[str, int] | None = None
         self._checked_sums: dict[str, int] = {}
@@ -56,7 +58,8 @@ class SameWeights:
             self._require_unchanged(step, self._rollout_sums, "its first rollout and a later one")
         elif self._updated_sums is not None:
             self._require_unchanged(step, self._updated_sums, "the update before it and its rollout")
-        self._rollout_sums = dict(weight_sums(self.model))
+        sums = weight_sums(self.model)
+        self._rollout_sums = dict(sums) if self.shared else _parameter_sums(sums)
 
     def before_update(self, step: int) -> None:
         """Check the weights before the step's first update. Raises ProofError if they differ from the rollout's."""

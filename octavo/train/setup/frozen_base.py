@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,14 @@ from octavo.adapters.experts import stock_name
 from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
+from octavo.fp8.arithmetic import CastSpec
 from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_bytes, frozen_weights, full, is_frozen, master_of, plain
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FILE = "base.json"
 
@@ -111,22 +115,43 @@ def _not_cast_twice(requested: Mapping[str, fp8.CastSpec], stored: Mapping[str, 
             )
 
 
-def quantize_frozen_weights(model: nn.Module, plan: fp8.Plan) -> None:
-    """Quantize the weights of all layers whose recipe in the plan is one for frozen codes. The head stays as it is,
-    because its weight may be tied to the embedding."""
+class FrozenCast(NamedTuple):
+    """The cast of a weight whose layer can multiply by frozen codes; `transposed`: experts stored as [E, K, N]."""
+
+    spec: CastSpec
+    transposed: bool
+
+
+def frozen_casts(model: nn.Module, plan: fp8.Plan) -> dict[str, FrozenCast]:
+    """Return the casts of the weights of all layers whose recipe in the plan is one for frozen codes, by the
+    parameter's name. The head is not among them, because its weight may be tied to the embedding."""
     kinds = {recipe: kind for kind, fitting in RECIPES_OF_KIND.items() for recipe in fitting}
+    casts = {}
     for row in plan.rows:
         if row.recipe is None or row.recipe.name not in kinds or row.kind not in ("linear", "experts"):
             continue
         spec = FROZEN[kinds[row.recipe.name]]
-        if row.recipe.fwd is not None and row.recipe.fwd.b != spec:
-            continue  # the plan has other casts under this name: the layer casts the weight at each use
-        path, _, name = (row.name if row.kind == "experts" else f"{row.name}.weight").rpartition(".")
-        module = model.get_submodule(path)
-        weight = module._parameters[name]
-        assert weight is not None
-        turned = weight.dim() == 3 and bool(getattr(module, "is_transposed", False))
-        module._parameters[name] = fp8.freeze_weight(weight, spec, transposed=turned)
+        if row.recipe.fwd is None or row.recipe.fwd.b != spec:
+            continue  # the forward multiplies by the weight itself, or by another cast of it
+        name = row.name if row.kind == "experts" else f"{row.name}.weight"
+        turned = bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
+        casts[name] = FrozenCast(spec, turned and model.get_parameter(name).dim() == 3)
+    return casts
+
+
+def quantize_frozen_weights(model: nn.Module, plan: fp8.Plan) -> None:
+    """Quantize the weights of all layers in :func:`frozen_casts`."""
+    for name, cast in frozen_casts(model, plan).items():
+        path, _, key = name.rpartition(".")
+        weight = model.get_parameter(name)
+        model.get_submodule(path)._parameters[key] = fp8.freeze_weight(weight, cast.spec, transposed=cast.transposed)
+
+
+def load_as_values(cfg: Config, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load the model folder as a run without adapters does, which dequantizes FP8 checkpoints."""
+    if models.read_quantization(cfg.model.path) is not None:
+        return models.load(cfg.model.path, dtype=dtype, device=device, keep_fp8=False)
+    return models.load(cfg.model.path, dtype=dtype, device=device)
 
 
 def keeps_codes(cfg: Config) -> bool:
