@@ -1,6 +1,6 @@
 """Rollouts by replicas: the trainer's bits with batch invariance, and the same bits however many replicas are lost.
 
-The replicas are in this process (:mod:`tests.rl.replicas_in_process`); Ray's are in tests/ray."""
+The replicas are in this process (:mod:`tests.rl.replicas_in_process`); Ray's are in test_ray.py."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class RayTransport:
                 "object_store_memory": max(_STORE_BYTES, 3 * self.weight_bytes),
                 "_node_ip_address": self.engine.node_address or LOCAL,
             }
-        with _environment_of_cluster(bool(self.engine.gpus)):
+        with environment_of_cluster(bool(self.engine.gpus)):
             try:
                 ray.init(**options)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -174,7 +174,7 @@ class RayTransport:
 
 
 @contextmanager
-def _environment_of_cluster(has_gpus: bool) -> Iterator[None]:
+def environment_of_cluster(has_gpus: bool) -> Iterator[None]:
     """Within this context processes that are started do not get secrets, nor the trainer's accelerator, and send no
     usage statistics."""
     changes: dict[str, str | None] = {
