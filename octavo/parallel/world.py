@@ -50,9 +50,9 @@ class World:
     layout   all axes
     experts  the expert mesh, if experts are distributed over ranks (`Layout.expert_axes`)
 
-    `sum`, `all_reduce_max`, `any`, `barrier`, `gather_objects`, `run_on_main` and `with_separate_group` are
-    collectives: all ranks call them, in the same order. `set_phase` sends nothing, but every rank must call it in the
-    same order.
+    `sum`, `all_reduce_max`, `any`, `barrier`, `gather_objects`, `gather_bytes`, `run_on_main` and
+    `with_separate_group` are collectives: all ranks call them, in the same order. `set_phase` sends nothing, but every
+    rank must call it in the same order.
     """
 
     rank: int = 0
@@ -131,18 +131,21 @@ class World:
 
         Raises TypeError for any other value, on its rank, before anything is sent.
         """
-        data = json.dumps(value).encode()
+        return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, in rank order, on every rank."""
         if self.size == 1:
-            return [json.loads(data)]
-        local = torch.tensor(list(data), dtype=torch.uint8)
+            return [data]
         lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = local.numel()
+        lengths[self.rank] = len(data)
         lengths = self.sum(lengths)
         # One row per rank, summed: the rows of other ranks are zero here, so uint8 cannot overflow.
         table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
-        table[self.rank, : local.numel()] = local
+        if data:
+            table[self.rank, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         table = self.sum(table)
-        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(table, lengths.tolist(), strict=True)]
+        return [row[:length].numpy().tobytes() for row, length in zip(table, lengths.tolist(), strict=True)]
 
     def run_on_main(self, action: Callable[[], Any]) -> Any:
         """Run `action` on rank 0 only and return its result (JSON) on all ranks.

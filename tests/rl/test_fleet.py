@@ -7,22 +7,27 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from octavo import fp8, rl
-from octavo.config import Config, ConfigError, load_config_text, to_yaml
-from octavo.generation import GenerationError
-from octavo.generation.engines import Weights
+from octavo.config import Config, ConfigError, load_config_text, override, to_yaml
+from octavo.data.encoding.sample import Input
+from octavo.generation import Completion, GenerationError, Prompt
+from octavo.generation.engines import Weights, wire
 from octavo.rl.fleet import fleet, replica
 from octavo.rl.fleet.fleet import FLEET
 from octavo.rl.fleet.replica import ReplicaSettings
 from octavo.rl.fleet.tensors import rollout_tensors
 from octavo.train import TrainError
 from octavo.train.setup.frozen_base import frozen_casts
+from tests import ranks
+from tests.rl.forks import both
 from tests.rl.replicas_in_process import Fault, ReplicasInProcess
 from tests.rl.test_kills import without_times
 from tests.rl.test_rl_phase import LORA, read_completions, read_metrics
@@ -211,6 +216,46 @@ def test_errors_come_before_the_model_is_read(rl_config: Make, monkeypatch: pyte
         with pytest.raises(TrainError, match=r"needs Ray: pip install 'octavo\[ray\]'"):
             fleet.check_engine(cfg)
     monkeypatch.setattr(fleet, "has_ray", lambda: True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.encryption, "is_encrypted", lambda file: file.name == "model.safetensors")
+        with pytest.raises(TrainError, match="keys do not leave the trainer's process. Use rl.engine: octavo"):
+            fleet.check_engine(override(cfg, [f"model.path={tmp_path / 'model'}"]))
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(TrainError, match="takes the weights of one process, and this run has 4"):
-        fleet.check_engine(cfg)
+    with pytest.raises(TrainError, match="before ranks round them to BF16.*train.gather: stored"):
+        fleet.check_engine(override(cfg, ["train.gather=bf16"]))
+
+
+@pytest.mark.long
+@pytest.mark.race_is_a_bug
+@pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
+@pytest.mark.parametrize(
+    "overrides",
+    [("fp8.recipe=blockwise",), ("fp8.recipe=blockwise", "fp8.param=true"), LORA],
+    ids=["full", "param", "lora"],
+)
+def test_two_ranks_share_the_replicas_of_one(rl_config: Make, replicas, overrides: tuple[str, ...]) -> None:
+    """Both ranks gather the weights; the replicas generate the bits of the engine in the ranks' own processes."""
+    replicas()
+    plain = rl_config(*INVARIANT, *overrides, "train.micro_batch=4", dir="plain")
+    other = rl_config(*INVARIANT, *overrides, "train.micro_batch=4", RAY, dir="ray")
+    for cfg in (plain, other):
+        assert [code for code, _ in both(cfg)] == [0, 0]
+    assert bits(plain) == bits(other)
+    assert all(row["logp_gap_max"] == 0 for row in read_metrics(other))
+
+
+def test_prompts_and_completions_travel_as_arrays() -> None:
+    sizes = {"image_sizes": Input("image", np.array([[4, 8]]))}
+    pixels, grid = np.ones((3, 5), dtype=np.float32), np.array([[1, 2, 2]])
+    prompts = [
+        Prompt(np.arange(3), 7, name="rows.json, row 7"),
+        Prompt(np.arange(4), 8, pixels, grid, None, 1, "", sizes),
+    ]
+    for prompt, back in zip(prompts, wire.decode_prompts(wire.encode_prompts(prompts)), strict=True):
+        np.testing.assert_equal(asdict(prompt), asdict(back))
+    completion = Completion(1, 2, np.arange(3), np.zeros(3, dtype=np.float32), np.ones(3, dtype=np.float32), "stop")
+    (back,) = wire.decode_completions(wire.encode_completions([completion]))
+    np.testing.assert_equal(asdict(completion), asdict(back))
+    assert wire.decode_prompts(wire.encode_prompts([])) == []

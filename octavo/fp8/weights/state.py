@@ -33,7 +33,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
         if name not in weights:
             out[name] = full(value)
             continue
-        q = _forward_codes(weights[name])
+        q = forward_codes(weights[name])
         out[name] = q.data.contiguous()
         out[f"{name}{_scale_suffix(q.spec)}"] = q.scale.contiguous()
     return out
@@ -120,8 +120,9 @@ def _fp8_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
-def _forward_codes(weight: Any) -> Quantized:
-    """Return the codes of a whole weight for the forward, in the orientation of its GEMM."""
+def forward_codes(weight: Any) -> Quantized:
+    """Return the codes of a whole FP8 weight for the forward, in the orientation of its GEMM. Collective call for a
+    sharded one."""
     source: Source = local_of(weight).source
     if is_whole(weight):
         return codes_of_frozen(weight) if is_frozen(weight) else source.needs[0].cast(weight.values())

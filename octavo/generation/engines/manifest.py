@@ -98,6 +98,14 @@ class Weights:
         changing = tuple(_pack(tensors(False), str(version), pieces))
         return Manifest((*self._fixed, *changing)), pieces
 
+    def skip(self, tensors: Callable[[bool], Iterator[tuple[str, Tensor]]]) -> None:
+        """Take the tensors that :meth:`pack` takes, and drop them: where they are gathered from several ranks, the
+        others must gather the same ones."""
+        for is_fixed in (True, False) if self._fixed is None else (False,):
+            for _ in tensors(is_fixed):
+                pass
+        self._fixed = ()
+
 
 def _pack(tensors: Iterator[tuple[str, Tensor]], label: str, pieces: dict[str, np.ndarray]) -> Iterator[ManifestEntry]:
     """Yield the entries of tensors, whose bytes are appended to `pieces` under names that begin with `label`; "" sends

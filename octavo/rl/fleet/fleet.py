@@ -12,7 +12,8 @@ from pathlib import Path
 from octavo import fp8
 from octavo.base import encryption
 from octavo.config import Config, to_yaml
-from octavo.generation.engines import Capabilities, Event, ReplicaPool, Transport
+from octavo.generation.engines import Capabilities, Event, ReplicaPool, RolloutEngine, Transport
+from octavo.rl.fleet.ranked import RankedEngine
 from octavo.rl.fleet.replica import ReplicaSettings
 from octavo.rl.fleet.sender import WeightSender
 from octavo.train.errors import TrainError
@@ -35,10 +36,10 @@ def check_engine(cfg: Config) -> None:
         return
     if not has_ray():
         raise TrainError("rl.engine: ray needs Ray: pip install 'octavo[ray]'")
-    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and cfg.train.gather == "bf16":
         raise TrainError(
-            f"rl.engine: ray takes the weights of one process, and this run has {ranks}. Use rl.engine: octavo, with "
-            "which each process generates for its own prompts"
+            "rl.engine: ray generates with the weights before ranks round them to BF16 (train.gather: bf16). Use "
+            "train.gather: stored, or rl.engine: octavo"
         )
     if any(encryption.is_encrypted(file) for file in Path(cfg.model.path).glob("*.safetensors")):
         raise TrainError(
@@ -76,7 +77,7 @@ class FleetLog:
 class Fleet:
     """Replicas as an engine, and what sends them the trainer's weights."""
 
-    engine: ReplicaPool
+    engine: RolloutEngine
     sender: WeightSender
 
 
@@ -88,24 +89,29 @@ def start_fleet(
     cfg = stepper.cfg
     assert cfg.rl is not None
     section = cfg.rl.engine
+    # With adapters the base is frozen in the form that the run loads; without, replicas have codes where layers cast.
     casts: Mapping[str, frozen_base.FrozenCast] = {}
     if cfg.lora is None:
         plan = fp8.load_plan(directory / PLAN, stepper.model, stepper.family.components, other_machine=True)
         casts = frozen_base.frozen_casts(stepper.model, plan)
-    fleet_log = FleetLog(directory / FLEET)
-    chunk = section.chunk or max(1, -(-cfg.rl.prompts // (2 * section.replicas)))
+    world = stepper.world
     can = Capabilities(section.name, shares_weights=False, repeats_draws=True)
-    pool = ReplicaPool(
-        ray_transport(cfg, stepper, directory),
-        can,
-        chunk=chunk,
-        timeout=section.timeout,
-        log=log,
-        observe=fleet_log.record_event,
-    )
-    fleet_log.pool = pool
-    sender = WeightSender(pool, stepper.model, casts, cfg.lora is not None, fleet_log.record_weights)
-    return Fleet(pool, sender)
+    fleet_log = FleetLog(directory / FLEET)
+
+    chunk = section.chunk or max(1, -(-cfg.rl.prompts // (2 * section.replicas)))
+    pools: list[ReplicaPool] = []
+
+    def start() -> None:
+        transport = ray_transport(cfg, stepper, directory)
+        observe = fleet_log.record_event
+        pools.append(ReplicaPool(transport, can, chunk=chunk, timeout=section.timeout, log=log, observe=observe))
+
+    world.run_on_main(start)
+    fleet_log.pool = pools[0] if pools else None
+    engine = RankedEngine(fleet_log.pool, can, world) if world.size > 1 else pools[0]
+    after_send = fleet_log.record_weights if world.is_main else lambda version, size, seconds: None
+    sender = WeightSender(engine, stepper.model, world, casts, cfg.lora is not None, after_send)
+    return Fleet(engine, sender)
 
 
 def ray_transport(cfg: Config, stepper: Stepper, directory: Path) -> Transport:

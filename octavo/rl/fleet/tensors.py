@@ -15,7 +15,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from octavo import fp8
-from octavo.fp8.weights import codes_of_frozen, is_frozen, master_of
+from octavo.fp8.weights import forward_codes, full, is_frozen, master_of, reshard
 from octavo.train.forward.critic import is_critic_parameter
 from octavo.train.setup.frozen_base import FrozenCast
 
@@ -32,22 +32,23 @@ def rollout_tensors(
     all others.
 
     Parameters that `casts` names are yielded as codes and scales, and so are those that are codes already. The critic,
-    which no rollout reads, is left out. What is yielded without a cast is the model's own: writing to it changes the
-    model.
+    which no rollout reads, is left out. What is yielded without a cast from a model that is not sharded is the model's
+    own: writing to it changes the model. A collective if the model is sharded: all ranks get whole tensors.
     """
+    reshard(model)
     for name, parameter in model.named_parameters():
         if is_critic_parameter(name) or (fixed is not None and fixed == parameter.requires_grad):
             continue
-        weight: Tensor = parameter
-        if name in casts and not is_frozen(parameter):
+        weight: Tensor = parameter if is_frozen(parameter) else full(master_of(parameter)).detach()
+        if name in casts and not is_frozen(weight):
             spec, transposed = casts[name]
-            weight = fp8.freeze_weight(master_of(parameter).detach(), spec, transposed=transposed)
+            weight = fp8.freeze_weight(weight, spec, transposed=transposed)
         if is_frozen(weight):
-            codes = codes_of_frozen(weight)
+            codes = forward_codes(weight)
             yield name, codes.data
             yield f"{name}{SCALE}", codes.scale
         else:
-            yield name, master_of(weight).detach()
+            yield name, weight
     if fixed:
         return
     for path, module in model.named_modules():

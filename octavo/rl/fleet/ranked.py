@@ -1,0 +1,57 @@
+"""One engine for several ranks of a trainer: rank 0 has it, and passes on the others' prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from octavo.generation import Completion, Prompt, Sampling
+from octavo.generation.engines import Capabilities, Manifest, Pieces, RolloutEngine
+from octavo.generation.engines.wire import decode_completions, decode_prompts, encode_completions, encode_prompts
+from octavo.parallel import World
+
+
+class RankedEngine:
+    """The engine of rank 0, for all ranks. `engine`: None on other ranks. `update` and `generate` are collectives; an
+    error of the engine is raised on every rank."""
+
+    def __init__(self, engine: RolloutEngine | None, capabilities: Capabilities, world: World) -> None:
+        self.engine, self.capabilities, self.world = engine, capabilities, world
+
+    def update(self, version: int, manifest: Manifest, pieces: Pieces) -> str:
+        """See :meth:`RolloutEngine.update`; the arguments of other ranks are not read."""
+        return str(self.world.run_on_main(lambda: self._engine.update(version, manifest, pieces)))
+
+    def generate(
+        self,
+        version: int,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        group: int = 1,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Completion]:
+        """See :meth:`RolloutEngine.generate`: each rank passes its prompts, or none, and gets their completions."""
+        by_rank = [decode_prompts(part) for part in self.world.gather_bytes(encode_prompts(prompts))]
+        generated: list[Completion] = []
+
+        def generate() -> None:
+            every = [prompt for part in by_rank for prompt in part]
+            generated.extend(self._engine.generate(version, every, sampling, group, progress))
+
+        self.world.run_on_main(generate)
+        everything = decode_completions(self.world.gather_bytes(encode_completions(generated))[0])
+        first = sum(len(part) for part in by_rank[: self.world.rank])
+        places = range(first, first + len(prompts))
+        return [replace(c, prompt=c.prompt - first) for c in everything if c.prompt in places]
+
+    def release(self) -> int:
+        return 0 if self.engine is None else self.engine.release()
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    @property
+    def _engine(self) -> RolloutEngine:
+        assert self.engine is not None, "only rank 0 calls it"
+        return self.engine
