@@ -20,6 +20,8 @@ from octavo.config import Config, ConfigError, load_config_text, override, to_ya
 from octavo.data.encoding.sample import Input
 from octavo.generation import Completion, GenerationError, Prompt
 from octavo.generation.engines import Weights, wire
+from octavo.report.run.history import History
+from octavo.report.run.run_page import write_page
 from octavo.rl.fleet import fleet, replica
 from octavo.rl.fleet.fleet import FLEET
 from octavo.rl.fleet.replica import ReplicaSettings
@@ -89,7 +91,7 @@ def test_replicas_generate_the_bits_of_the_trainer(rl_config: Make, replicas, ov
     assert bits(plain) == bits(other)
     rows = read_metrics(other)
     assert all(row["logp_gap_max"] == 0 for row in rows)
-    assert transports[0].is_closed and [row["version"] for row in events(other)] == [0, 1, 2]
+    assert transports[0].is_closed and [row["step"] for row in events(other)] == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("seen")
@@ -157,13 +159,16 @@ def quiet(rl_config: Make, replicas) -> tuple[list[dict], list[tuple]]:
     return bits(cfg)
 
 
-def test_nodes_that_stay_away_end_the_run_only_if_all_do(rl_config: Make, replicas, quiet) -> None:
+def test_nodes_that_stay_away_end_the_run_only_if_all_do(rl_config: Make, replicas, quiet, tmp_path: Path) -> None:
     replicas(fault=lambda number, method, replica: "down" if number > 4 and replica == 1 else None)
     cfg = rl_config(*OVER, dir="one")
     rl.run(cfg)
     assert bits(cfg) == quiet
     (event,) = (row for row in events(cfg) if "event" in row)
     assert event["event"] == "lost" and event["replica"] == 1
+    page, _ = write_page([History.read(cfg.run.dir)], tmp_path / "page.html")
+    text = page.read_text()
+    assert "<h2>Rollouts by replicas</h2>" in text and "1 times a replica" not in text and "its process ended" in text
     replicas(fault=lambda number, method, replica: "down" if number > 7 else None)
     with pytest.raises(GenerationError, match=r"none of 2 replicas could be reached for 20 s.*resume"):
         rl.run(rl_config(*OVER, "rl.engine.timeout=20", dir="all"))

@@ -209,6 +209,20 @@ class History:
         fields = {"layer", "gemm", "from", "to", "kind", "figure", "value", "threshold"}
         return [row for line in _read_tail(file) if (row := _parse_row(line, fields)) is not None]
 
+    def sent_weights(self) -> list[dict[str, Any]]:
+        """Return the newest weights that were sent to replicas (`rl.engine`)."""
+        return self._fleet({"bytes", "seconds", "completions"})
+
+    def replica_events(self) -> list[dict[str, Any]]:
+        """Return the newest events of replicas."""
+        return self._fleet({"event", "replica", "chunk", "reason"})
+
+    def _fleet(self, fields: set[str]) -> list[dict[str, Any]]:
+        file = self.directory / "fleet.jsonl"
+        if not file.exists():
+            return []
+        return [row for line in _read_tail(file) if (row := _parse_row(line, fields)) is not None]
+
     def checks(self) -> list[dict[str, Any]]:
         """Return the newest results of the checks that `run.check_every` enables."""
         file = self.directory / "checks.jsonl"

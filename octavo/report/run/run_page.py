@@ -161,6 +161,7 @@ def _single_run_values(run: History, status: str) -> dict[str, Any]:
         "measured": run.measured,
         "adapts": run.cfg.fp8.adapt is not None,
         "moves": _move_rows(run),
+        "rollouts": _rollouts(run),
         "checks": (checks := run.checks() if run.cfg.run.check_every else None),
         "faults": [{"step": line["step"], **fault} for line in checks or () for fault in _valid_faults(line)],
         "most_moves": MOVES,
@@ -246,6 +247,24 @@ def _move_rows(run: History) -> list[dict[str, Any]]:
         }
         for row in reversed(run.moves())
     ]
+
+
+def _rollouts(run: History) -> dict[str, Any] | None:
+    """Return what the page says about replicas (`rl.engine`), or None without them."""
+    if run.cfg.rl is None or run.cfg.rl.engine.name == "octavo":
+        return None
+    sent, events = run.sent_weights(), run.replica_events()
+    numbers = [row for row in sent if all(isinstance(row[key], int | float) for key in ("bytes", "seconds"))]
+    completions = sent[-1]["completions"] if sent and isinstance(sent[-1]["completions"], dict) else {}
+    return {
+        "engine": run.cfg.rl.engine.name,
+        "replicas": run.cfg.rl.engine.replicas,
+        "stale": run.cfg.rl.stale,
+        "bytes": format_bytes(numbers[-1]["bytes"]) if numbers else "",
+        "seconds": format_number(sorted(row["seconds"] for row in numbers)[len(numbers) // 2]) if numbers else "",
+        "completions": [(str(replica), count) for replica, count in completions.items()],
+        "events": events[::-1],
+    }
 
 
 def _format_figure(name: object, value: object) -> str:

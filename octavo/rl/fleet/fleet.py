@@ -50,8 +50,8 @@ def check_engine(cfg: Config) -> None:
 
 @dataclass
 class FleetLog:
-    """Appends to fleet.jsonl: {"version", "bytes", "seconds"} for weights that were sent, and {"version", "event",
-    "replica", "chunk", "reason"} for events."""
+    """Appends to fleet.jsonl: {"step", "bytes", "seconds", "completions"} for the weights after a step that were sent,
+    and {"step", "event", "replica", "chunk", "reason"} for events. `completions`: by replica, since the start."""
 
     file: Path
     version: int = 0
@@ -61,12 +61,12 @@ class FleetLog:
         """Record weights that were sent, and how many completions each replica has generated so far."""
         self.version = version
         done = {} if self.pool is None else {str(replica): n for replica, n in sorted(self.pool.generated.items())}
-        self._write({"version": version, "bytes": size, "seconds": round(seconds, 3), "completions": done})
+        self._write({"step": version, "bytes": size, "seconds": round(seconds, 3), "completions": done})
 
     def record_event(self, event: Event) -> None:
         """Record an event."""
         fields = asdict(event)
-        self._write({"version": self.version, "event": fields.pop("kind"), **fields})
+        self._write({"step": self.version, "event": fields.pop("kind"), **fields})
 
     def _write(self, row: dict[str, object]) -> None:
         with self.file.open("a", encoding="utf-8") as file:
