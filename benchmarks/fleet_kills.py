@@ -26,6 +26,7 @@ from octavo.train.run_dir.run_dir import read_rows
 TIMES = (
     "tokens_per_s",
     "rollout_tokens_per_s",
+    "rollout_wait_s",
     "training_tokens_per_s",
     "seconds",
     "save_seconds",

@@ -21,6 +21,8 @@ class ReplicasInProcess:
     which has a number from 0 on; `order` chooses which of the calls that have begun ends next. Arguments and results
     are pickled, as between processes."""
 
+    is_concurrent = False
+
     def __init__(
         self,
         settings: ReplicaSettings,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests.rl.forks import both
 from tests.rl.replicas_in_process import Fault, ReplicasInProcess
 from tests.rl.test_kills import without_times
 from tests.rl.test_rl_phase import LORA, read_completions, read_metrics
+from tests.train.conftest import at
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
@@ -203,6 +205,7 @@ def test_error_names_a_tensor_that_a_replica_has_otherwise(
         (["rl.engine=vllm"], "rl.engine", "vllm"),
         (["rl.engine={name: ray, replicas: 0}"], "rl.engine.replicas", "at least 1"),
         ([RAY, "fp8.rules=[{match: '*', recipe: off, last: 0.5}]"], "rl.engine.name", "a part of the steps"),
+        ([RAY, "rl.stale=1", "rl.max_gap=1"], "rl.max_gap", "their gap is not measured"),
         ([RAY, "fp8.adapt=true"], "rl.engine.name", "fp8.adapt changes it"),
     ],
 )
@@ -230,6 +233,37 @@ def test_errors_come_before_the_model_is_read(rl_config: Make, monkeypatch: pyte
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(TrainError, match="before ranks round them to BF16.*train.gather: stored"):
         fleet.check_engine(override(cfg, ["train.gather=bf16"]))
+
+
+OVERLAP = ("rl.stale=1", "train.steps=4", "train.lr=1e-2")
+
+
+def test_overlap_has_the_versions_of_rollouts_before_the_update(rl_config: Make, replicas) -> None:
+    """The replicas work when they are asked for the result, when the trainer has other weights; they have the old."""
+    replicas()
+    plain = rl_config(*OVER[:1], "rl.show=16", *OVERLAP, dir="plain")
+    other = rl_config(*OVER, *OVERLAP, dir="ray")
+    rl.run(plain)
+    rl.run(other)
+    rows = read_metrics(other)
+    assert [row["weights"] for row in rows] == [0, 0, 1, 2] == [row["weights"] for row in read_metrics(plain)]
+    assert [row["step"] for row in events(other)] == [0, 1, 2], "the last step begins no further rollout"
+    assert all(row["logp_gap_max"] is None and row["rollout_tokens_per_s"] is None for row in rows)
+    assert all(row["rollout_wait_s"] >= 0 for row in rows)
+    assert read_completions(other)[:32] == read_completions(plain)[:32], "the initial weights generate two steps"
+
+
+@pytest.mark.parametrize("overrides", [(), ("rl.algorithm=dapo",), ("rl.algorithm=ppo",)], ids=["grpo", "dapo", "ppo"])
+def test_overlapped_run_resumes_bit_for_bit(rl_config: Make, replicas, overrides: tuple[str, ...]) -> None:
+    """A checkpoint has the pending completions, also of a run that is killed between two steps."""
+    replicas()
+    whole = rl_config(*OVER, *OVERLAP, *overrides, "run.save_every=1", dir="whole")
+    cfg = rl_config(*OVER, *OVERLAP, *overrides, "run.save_every=1", dir="stopped")
+    rl.run(whole)
+    rl.run(cfg, callbacks=[at(2, signal.SIGTERM)])
+    assert len(read_metrics(cfg)) < 4
+    rl.run(override(cfg, ["run.resume=auto"]))
+    assert bits(cfg) == bits(whole)
 
 
 @pytest.mark.long

@@ -34,6 +34,7 @@ Make = Callable[..., Config]
 TIMES = (
     "tokens_per_s",
     "rollout_tokens_per_s",
+    "rollout_wait_s",
     "training_tokens_per_s",
     "seconds",
     "save_seconds",

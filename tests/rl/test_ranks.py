@@ -141,14 +141,14 @@ def test_reward_error_on_one_rank_ends_both(rl_config: Make, tmp_path: Path):
 
 
 def _write(rank: int) -> None:
-    make_micro_batches = RlStepper._make_micro_batches
+    make_micro_batches = RlStepper.make_micro_batches
 
     def write_weight(stepper, rollout):
         if rank == 1 and stepper.step_number == 2:
             stepper.model.get_submodule(LAYER).weight.to_local().data[0, 5] += 1e-3
         return make_micro_batches(stepper, rollout)
 
-    RlStepper._make_micro_batches = write_weight
+    RlStepper.make_micro_batches = write_weight
 
 
 def _perturb(rank: int) -> None:

@@ -65,14 +65,14 @@ def to_frozen(layer: nn.Module) -> None:
 def test_weights_that_change_between_rollout_and_update_stop_the_run(
     rl_config: Make, monkeypatch: pytest.MonkeyPatch, write: Callable, overrides: tuple[str, ...], expected: str
 ):
-    make_micro_batches = RlStepper._make_micro_batches
+    make_micro_batches = RlStepper.make_micro_batches
 
     def write_weight(stepper: RlStepper, rollout):
         if stepper.step_number == 2:
             write(stepper.model.get_submodule(LAYER))
         return make_micro_batches(stepper, rollout)
 
-    monkeypatch.setattr(RlStepper, "_make_micro_batches", write_weight)
+    monkeypatch.setattr(RlStepper, "make_micro_batches", write_weight)
     cfg = rl_config(*overrides)
     with pytest.raises(
         fp8.ProofError, match=r"step 2: weights changed between its rollout and its update: " + LAYER

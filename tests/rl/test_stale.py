@@ -80,7 +80,7 @@ def test_pending_completions_are_restored_after_a_stop(rl_config: Make, override
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
-        ("_make_micro_batches", "between its (first rollout and a later one|rollout and its update)"),
+        ("make_micro_batches", "between its (first rollout and a later one|rollout and its update)"),
         ("next_rollout", "the update before it"),
     ],
 )

@@ -143,6 +143,9 @@ def _engine(config: Sections, engine: EngineSection) -> Iterator[Finding]:
                 reason = "has no effect on octavo, which generates in the process that trains"
                 yield finding(f"rl.engine.{name}", reason, "remove it, or use `name: ray`", "rl.engine.name")
         return
+    if config.rl is not None and config.rl.stale and config.rl.max_gap is not None:
+        reason = "the trainer has other weights when it gets completions, so their gap is not measured"
+        yield finding("rl.max_gap", reason, "remove it, or use `stale: 0`", "rl.stale")
     if config.fp8.adapt is not None:
         reason = "replicas keep the plan that they began with, and fp8.adapt changes it during the run"
         yield finding("rl.engine.name", reason, "use octavo, or remove fp8.adapt", "fp8.adapt")

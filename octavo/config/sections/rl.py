@@ -163,9 +163,9 @@ class RlSection(Section):
         default=0,
         ge=0,
         le=1,
-        description="1: a step learns from completions that the weights before the last update wrote, as if rollout "
-        "and update ran at the same time (here they do not); ratios are relative to those weights. 0: from completions "
-        "of the current weights.",
+        description="1: a step learns from completions that the weights before the last update wrote; replicas "
+        "(rl.engine) write them while the step before learns. Ratios are relative to those weights. 0: from "
+        "completions of the current weights.",
     )
     advantage: Literal["group", "group_unscaled", "leave_one_out", "batch"] | None = Field(
         default=None,

@@ -34,6 +34,24 @@ class Capabilities:
     repeats_draws: bool
 
 
+class Generation(Protocol):
+    """Completions that an engine may still be generating."""
+
+    def result(self, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Completion]:
+        """Wait for the completions and return them, ordered by (prompt, sample). Raises the errors of
+        :meth:`RolloutEngine.generate`."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Completions that are there already."""
+
+    completions: list[Completion]
+
+    def result(self, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Completion]:
+        return self.completions
+
+
 class RolloutEngine(Protocol):
     """Generates completions for a trainer."""
 
@@ -56,6 +74,10 @@ class RolloutEngine(Protocol):
         """Return `group` completions of each prompt with the weights of a version, ordered by (prompt, sample).
         `progress` is called with (finished, total). Raises StaleWeightsError for a version that the engine does not
         have, and GenerationError as :meth:`octavo.generation.Engine.generate` does."""
+
+    def begin(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
+        """Begin what :meth:`generate` does. An update that comes before the result waits for it; a further generation
+        must not."""
 
     def release(self) -> int:
         """Free what is kept between calls, besides the weights. Returns its bytes in the trainer's memory."""

@@ -15,12 +15,13 @@ How processes are started, reached and ended is the :class:`Transport`'s.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from octavo.base.wording import count_noun
-from octavo.generation.engines.interface import Capabilities, StaleWeightsError
+from octavo.generation.engines.interface import Capabilities, Generation, StaleWeightsError
 from octavo.generation.engines.manifest import Manifest, Pieces
 from octavo.generation.errors import GenerationError
 from octavo.generation.request import Completion, Prompt, Sampling
@@ -40,7 +41,11 @@ class Transport(Protocol):
 
     update(version, manifest, pieces)                  -> the digest of its weights
     generate(version, (prompts, sampling, group))      -> (version of its weights, completions)
+
+    is_concurrent  whether calls run next to other work of this process; else a pool works when it is asked for results
     """
+
+    is_concurrent: bool
 
     def start(self) -> int:
         """Start the replicas, without waiting until they are ready. Returns their number."""
@@ -133,6 +138,55 @@ class _Call:
     since: float
 
 
+def unfinished(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return the chunks without completions."""
+    return [chunk for chunk in chunks if chunk.completions is None]
+
+
+class _Running:
+    """A call of a pool; see :class:`octavo.generation.engines.Generation`."""
+
+    def __init__(self, pool: ReplicaPool, chunks: Sequence[Chunk], group: int) -> None:
+        self.pool, self.chunks, self.group = pool, chunks, group
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+
+    def work(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Work until all chunks have completions, the pool is closed, or an error is kept for the result."""
+        try:
+            while unfinished(self.chunks) and not self.pool.is_closed:
+                self._report(progress)
+                self.pool.work()
+        except Exception as error:
+            self.error = error
+
+    def join(self) -> None:
+        """Wait for the end of the work."""
+        if self.thread is not None:
+            self.thread.join()
+        elif self.error is None:
+            self.work()
+
+    def result(self, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Completion]:
+        """See :class:`octavo.generation.engines.Generation`."""
+        if self.thread is None:
+            self.work(progress)
+        else:
+            while self.thread.is_alive():
+                self._report(progress)
+                self.thread.join(POLL)
+        if self.error is not None:
+            raise self.error
+        if unfinished(self.chunks):
+            raise GenerationError("the replicas were closed before their completions were there.")
+        completions = [c for chunk in self.chunks for c in chunk.completions or ()]
+        return sorted(completions, key=lambda c: (c.prompt, c.sample))
+
+    def _report(self, progress: Callable[[int, int], None]) -> None:
+        total = sum(len(chunk.prompts) for chunk in self.chunks)
+        progress(self.group * (total - sum(len(c.prompts) for c in unfinished(self.chunks))), self.group * total)
+
+
 class ReplicaPool:
     """Replicas as one engine; see the module's docstring.
 
@@ -160,17 +214,20 @@ class ReplicaPool:
         self._manifest = Manifest(())
         self._sent: dict[str, object] = {}  # pieces of the current version
         self._chunks: list[Chunk] = []  # of the current call
+        self._running: _Running | None = None
+        self.is_closed = False
         self.generated: dict[int, int] = {}  # replica -> completions since the start
 
     def update(self, version: int, manifest: Manifest, pieces: Pieces) -> str:
         """See :meth:`octavo.generation.engines.RolloutEngine.update`. Replicas that are lost meanwhile receive the
         weights when they are back."""
+        self._wait_for_running()
         new = {name: self.transport.send(name, piece) for name, piece in pieces.items()}
         self._sent = {name: sent for name, sent in {**self._sent, **new}.items() if name in manifest.pieces}
         if missing := [name for name in manifest.pieces if name not in self._sent]:
             raise GenerationError(f"the weights of version {version} are incomplete: {missing[0]} was never sent.")
         self._version, self._manifest = version, manifest
-        while not self._work():
+        while not self.work():
             pass
         return manifest.digest
 
@@ -184,6 +241,18 @@ class ReplicaPool:
     ) -> list[Completion]:
         """See :meth:`octavo.generation.engines.RolloutEngine.generate`. Raises GenerationError if no replica could be
         reached for `timeout` seconds, and if a chunk was lost with its replica three times."""
+        return self._start(version, prompts, sampling, group).result(progress)
+
+    def begin(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
+        """See :meth:`octavo.generation.engines.RolloutEngine.begin`: a thread gives the replicas their work."""
+        running = self._start(version, prompts, sampling, group)
+        if self.transport.is_concurrent:
+            running.thread = threading.Thread(target=running.work, name="replicas", daemon=True)
+            running.thread.start()
+        return running
+
+    def _start(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int) -> _Running:
+        self._wait_for_running()
         if version != self._version:
             raise StaleWeightsError(f"the replicas have the weights of version {self._version}, not of {version}.")
         self._chunks = [
@@ -192,29 +261,29 @@ class ReplicaPool:
         ]
         for chunk in self._chunks:  # sent once: a node that has it needs it no second time
             chunk.sent = self.transport.send(f"chunk {chunk.number}", (chunk.prompts, sampling, group))
-        try:
-            while unfinished := self._unfinished:
-                progress(group * (len(prompts) - sum(len(chunk.prompts) for chunk in unfinished)), group * len(prompts))
-                self._work()
-            completions = [c for chunk in self._chunks for c in chunk.completions or ()]
-        finally:
-            self._chunks = []
-        return sorted(completions, key=lambda c: (c.prompt, c.sample))
+        self._running = _Running(self, self._chunks, group)
+        return self._running
+
+    def _wait_for_running(self) -> None:
+        """Let a generation end whose result was not asked for yet; its errors are raised with the result."""
+        if self._running is not None:
+            self._running.join()
 
     def release(self) -> int:
         return 0
 
     def close(self) -> None:
-        self._sent = {}
+        self.is_closed, self._sent = True, {}
+        self._wait_for_running()
         self.transport.close()
 
     # --- one round ----------------------------------------------------------------------------------------------------
 
     @property
     def _unfinished(self) -> list[Chunk]:
-        return [chunk for chunk in self._chunks if chunk.completions is None]
+        return unfinished(self._chunks)
 
-    def _work(self) -> bool:
+    def work(self) -> bool:
         """Give idle replicas something to do, and wait for a call to end. Returns whether every replica that can be
         reached has the current weights and is idle."""
         for replica in self._replicas:

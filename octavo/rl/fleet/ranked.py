@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from octavo.generation import Completion, Prompt, Sampling
-from octavo.generation.engines import Capabilities, Manifest, Pieces, RolloutEngine
+from octavo.generation.engines import Capabilities, Generation, Manifest, Pieces, RolloutEngine
 from octavo.generation.engines.wire import decode_completions, decode_prompts, encode_completions, encode_prompts
 from octavo.parallel import World
 
@@ -31,18 +31,16 @@ class RankedEngine:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`: each rank passes its prompts, or none, and gets their completions."""
+        return self.begin(version, prompts, sampling, group).result(progress)
+
+    def begin(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
+        """See :meth:`RolloutEngine.begin`; the result is a collective, too."""
         by_rank = [decode_prompts(part) for part in self.world.gather_bytes(encode_prompts(prompts))]
-        generated: list[Completion] = []
-
-        def generate() -> None:
-            every = [prompt for part in by_rank for prompt in part]
-            generated.extend(self._engine.generate(version, every, sampling, group, progress))
-
-        self.world.run_on_main(generate)
-        everything = decode_completions(self.world.gather_bytes(encode_completions(generated))[0])
+        every = [prompt for part in by_rank for prompt in part]
+        begun: list[Generation] = []
+        self.world.run_on_main(lambda: begun.append(self._engine.begin(version, every, sampling, group)))
         first = sum(len(part) for part in by_rank[: self.world.rank])
-        places = range(first, first + len(prompts))
-        return [replace(c, prompt=c.prompt - first) for c in everything if c.prompt in places]
+        return _Shared(begun[0] if begun else None, range(first, first + len(prompts)), self.world)
 
     def release(self) -> int:
         return 0 if self.engine is None else self.engine.release()
@@ -55,3 +53,21 @@ class RankedEngine:
     def _engine(self) -> RolloutEngine:
         assert self.engine is not None, "only rank 0 calls it"
         return self.engine
+
+
+class _Shared:
+    """Completions of all ranks, which rank 0 has; a rank takes those of its prompts."""
+
+    def __init__(self, generation: Generation | None, places: range, world: World) -> None:
+        self.generation, self.places, self.world = generation, places, world
+
+    def result(self, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Completion]:
+        generated: list[Completion] = []
+
+        def wait() -> None:
+            assert self.generation is not None, "only rank 0 calls it"
+            generated.extend(self.generation.result(progress))
+
+        self.world.run_on_main(wait)
+        everything = decode_completions(self.world.gather_bytes(encode_completions(generated))[0])
+        return [replace(c, prompt=c.prompt - self.places.start) for c in everything if c.prompt in self.places]

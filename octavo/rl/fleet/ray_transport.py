@@ -57,6 +57,8 @@ class RayTransport:
     weight_bytes  of one version of the weights, for the shared memory of an own cluster
     """
 
+    is_concurrent = True
+
     def __init__(self, settings: ReplicaSettings, engine: EngineSection, weight_bytes: int) -> None:
         self.settings, self.engine, self.weight_bytes = settings, engine, weight_bytes
         self._actors: list[object] = []

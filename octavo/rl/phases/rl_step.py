@@ -24,6 +24,7 @@ from torch import Tensor
 from octavo import fp8
 from octavo.data.loaders.loader import Loader
 from octavo.data.tasks.prompts import PromptSample
+from octavo.generation import Completion
 from octavo.rl.fleet.sender import WeightSender
 from octavo.rl.objectives.advantages import ADVANTAGES, informative
 from octavo.rl.objectives.importance import UNLIMITED, gap, logp_difference, weights
@@ -35,12 +36,13 @@ from octavo.rl.phases.critic import Critic
 from octavo.rl.phases.mismatch_limit import MismatchLimit
 from octavo.rl.phases.reference import add_reference_memory, untracked_forward
 from octavo.rl.phases.reward_errors import RewardErrors
+from octavo.rl.phases.rollout_ahead import RolloutAhead
 from octavo.rl.phases.settings import Settings, make_sampling
 from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rollout.experience import Experience, Rollout, micro_batches, scatter_to_positions
 from octavo.rl.rollout.rollout import completion_means, generate_completions, group_figures, score_completions
 from octavo.rl.rollout.same_weights import SameWeights
-from octavo.rl.rollout.stale_queue import VersionedRollout, restore_pending
+from octavo.rl.rollout.stale_queue import VersionedRollout
 from octavo.train import Observe
 from octavo.train.forward import losses
 from octavo.train.forward.forward import log_probs
@@ -79,8 +81,7 @@ class RlStepper(Stepper):
         self.part_figures: list[Figures] = []  # of the micro-batches of the step so far
         self.cache_bytes = self.generated_tokens = 0  # bytes of keys and values, and tokens, of the step's rollouts
         self._first_update: tuple[Batches, Batches] | None = None  # (prompts, micro-batches)
-        self._pending: VersionedRollout | None = None  # with `rl.stale`: the completions for the next step
-        self._restored_tensors: dict[str, Tensor] = {}  # `_pending` as stored in a checkpoint
+        self.ahead = RolloutAhead(self)  # with `rl.stale`: the completions for the next step
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """Run one step on this rank's prompts; see the module docstring."""
@@ -93,11 +94,11 @@ class RlStepper(Stepper):
         rollout_end = time.perf_counter()
         self.world.set_phase(f"step {self.step_number}, forward and backward")
         self.on_progress("training")
-        updates = self._make_micro_batches(rollout)
+        updates = self.make_micro_batches(rollout)
         multiple_updates = section.epochs * section.mini_batches > 1 and not section.stale
         old = multiple_updates or bool(self.settings.beta and self.settings.kl_in == "reward")
         if old or self.critic:
-            self._compute_logprobs([batch for part in updates for batch in part], old)
+            self.compute_logprobs([batch for part in updates for batch in part], old)
         figures |= {"kl": None, **self._compute_advantages(rollout, updates)}
         self.part_figures = []
         self.weight_check.before_update(self.step_number)
@@ -108,6 +109,8 @@ class RlStepper(Stepper):
                     self._first_update = batches, part
                 results.append(super().run(part, lr, observe if not results else Observe()))
         figures |= self._step_metrics(results)
+        if self.ahead.overlaps:  # the rollout's log-probabilities were compared with themselves
+            figures |= {name: None for name in figures if name.startswith("logp_gap")}
         # Ranks wait for the slowest one, so its time is the step's.
         seconds = self._max_over_ranks(rollout_end - began, time.perf_counter() - rollout_end)
         figures.pop("completions")
@@ -115,7 +118,9 @@ class RlStepper(Stepper):
             self.weight_check.after_update()
             figures["weights"] = generated.weights_version
         generated_tokens = self.world.sum(torch.tensor(self.generated_tokens, dtype=torch.float64))  # of all draws
-        figures["rollout_tokens_per_s"] = float(generated_tokens) / seconds[0]
+        figures["rollout_tokens_per_s"] = None if self.ahead.overlaps else float(generated_tokens) / seconds[0]
+        if self.ahead.overlaps:
+            figures["rollout_wait_s"] = seconds[0]
         figures["training_tokens_per_s"] = sum(result.tokens for result in results) / seconds[1]
         lines = completion_lines(self.step_number, rollout, section.show, generated.weights_version)
         all_lines = self.world.gather_objects(lines)
@@ -128,49 +133,27 @@ class RlStepper(Stepper):
     # --- rollout ------------------------------------------------------------------------------------------------------
 
     def next_rollout(self, prompts: list[PromptSample]) -> VersionedRollout:
-        """Return the completions that this step trains on. With `rl.stale` they were generated in the previous step,
-        and `prompts` are for the next one."""
-        if not self.settings.section.stale:
-            return VersionedRollout(*self.sample_step(prompts, self.step_number), self.step_number - 1)
-        current = self._pending or restore_pending(self._restored_tensors, self.prompts.at, self._decode, self.world)
-        self._restored_tensors = {}
-        if current is None:
-            current, prompts = self._sample_ahead(prompts, self.step_number), [*next(self.prompts)]
-        is_last = self.step_number == self.cfg.train.steps
-        self._pending = None if is_last else self._sample_ahead(prompts, self.step_number + 1)
-        return current
-
-    def _sample_ahead(self, prompts: list[PromptSample], step: int) -> VersionedRollout:
-        """Generate completions for a step and compute their log-probabilities with the current weights."""
-        rollout, figures = self.sample_step(prompts, step)
-        self.rollout = rollout
-        batches = [batch for part in self._make_micro_batches(rollout) for batch in part]
-        self._compute_logprobs(batches, old=True, roles=False)
-        old: dict[int, np.ndarray] = {}
-        for batch in batches:
-            experience: Experience = batch["experience"]
-            assert experience.old is not None
-            old |= {row: experience.old[n, rollout.span(row)].numpy() for n, row in enumerate(experience.rows)}
-        return VersionedRollout(replace(rollout, old=[old[row] for row in sorted(old)]), figures, self.step_number - 1)
+        """Return the completions that this step trains on. With `rl.stale` they are of the weights before the last
+        update, and `prompts` are for the next step."""
+        if self.settings.section.stale:
+            return self.ahead.next(prompts)
+        return VersionedRollout(*self.sample_step(prompts, self.step_number), self.step_number - 1)
 
     def state(self) -> dict[str, Tensor]:
-        return {} if self._pending is None else self._pending.tensors(self.world.rank)
+        return self.ahead.state()
 
     def load_state(self, extra: Mapping[str, Tensor]) -> None:
-        self._restored_tensors = dict(extra)
+        self.ahead.load_state(extra)
 
-    def _decode(self, tokens: np.ndarray) -> str:
+    def decode(self, tokens: np.ndarray) -> str:
+        """Return the text of a completion."""
         return str(self.roles.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def sample_step(self, prompts: list[PromptSample], step: int) -> tuple[Rollout, dict[str, Any]]:
         """Generate and score the completions of a step. Returns them with figures over all ranks; with dynamic sampling
         the figures describe the first draw."""
         first_draw = self._generate_and_score(prompts, step)
-        rollout = self.add_length_penalty(first_draw)
-        figures: dict[str, Any] = {
-            **completion_means(rollout, self.world, self.settings.section),
-            **group_figures(rollout, self.world),
-        }
+        rollout, figures = self.describe_step(first_draw)
         if not self.settings.refill:
             return rollout, figures
         wanted, draws = len(self._prompt_numbers(first_draw)), 1
@@ -182,6 +165,13 @@ class RlStepper(Stepper):
         first = set(self._prompt_numbers(rollout)[:wanted])
         rollout = rollout.of([p for p, prompt in enumerate(rollout.prompts) if prompt.number in first])
         return self.add_length_penalty(rollout), figures | {"sampling/draws": float(draws)}
+
+    def describe_step(self, first_draw: Rollout) -> tuple[Rollout, dict[str, Any]]:
+        """Return the first draw of a step with the penalty on long completions, and its figures over all ranks.
+        Collective call."""
+        rollout = self.add_length_penalty(first_draw)
+        means = completion_means(rollout, self.world, self.settings.section)
+        return rollout, {**means, **group_figures(rollout, self.world)}
 
     def _prompt_numbers(self, rollout: Rollout) -> list[int]:
         """Return the numbers of all ranks' prompts in the order of the data. Collective call."""
@@ -200,9 +190,13 @@ class RlStepper(Stepper):
         self.cache_bytes = max(self.cache_bytes, cache_size)
         self.generated_tokens += sum(len(c.tokens) for c in completions)
         self.weight_check.after_rollout(self.step_number)
+        return self.score(prompts, completions)
+
+    def score(self, prompts: list[PromptSample], completions: list[Completion]) -> Rollout:
+        """Return completions with their rewards. Raises RewardError."""
         self.world.set_phase(f"step {self.step_number}, rewards")
         self.on_progress("rewards")
-        rollout = score_completions(roles.rewards, roles.tokenizer, prompts, completions)
+        rollout = score_completions(self.roles.rewards, self.roles.tokenizer, prompts, completions)
         if self.reward_errors is not None:
             self.reward_errors.report()
         return rollout
@@ -228,7 +222,7 @@ class RlStepper(Stepper):
 
     # --- from rewards to micro-batches --------------------------------------------------------------------------------
 
-    def _make_micro_batches(self, rollout: Rollout) -> list[list[dict[str, Any]]]:
+    def make_micro_batches(self, rollout: Rollout) -> list[list[dict[str, Any]]]:
         """Split the rollout into mini-batches of micro-batches, as many on every rank. Collective call."""
         parts, size = self.settings.section.mini_batches, self.cfg.train.micro_batch
         # Assigned in the order of the data, so that updates do not depend on the number of ranks.
@@ -242,7 +236,7 @@ class RlStepper(Stepper):
             for part, number in zip(prompts, numbers, strict=True)
         ]
 
-    def _compute_logprobs(self, batches: Sequence[dict[str, Any]], old: bool, roles: bool = True) -> None:
+    def compute_logprobs(self, batches: Sequence[dict[str, Any]], old: bool, roles: bool = True) -> None:
         """Compute and store what the objective needs from the weights before the step's first update.
 
         With `old`, the trainer's log-probabilities unless they are known, checked against the rollout's; with `roles`,
@@ -346,7 +340,7 @@ class RlStepper(Stepper):
         sampled = experience.sampled[:, keep].to(device)
         old = logs.detach() if experience.old is None else experience.old[:, keep].to(device)
         figures = gap(old, sampled, mask, n.tokens)
-        if experience.old is None and self.mismatch_limit:  # else `_compute_logprobs` checked it
+        if experience.old is None and self.mismatch_limit:  # else `compute_logprobs` checked it
             self.mismatch_limit.check(batch, logp_difference(old, sampled, mask).abs())
         corrected, weight_figures = weights(old, sampled, mask, settings.correction or UNLIMITED, n.tokens, n.sequences)
         figures |= weight_figures

@@ -16,7 +16,7 @@ from octavo.config.sections.rl import RlSection
 from octavo.data.tasks.prompts import PromptSample
 from octavo.fp8.observe import uncounted
 from octavo.generation import Completion, Engine, GenerationError, Prompt, Sampling
-from octavo.generation.engines import Capabilities, Manifest, Pieces, RolloutEngine
+from octavo.generation.engines import Capabilities, Finished, Generation, Manifest, Pieces, RolloutEngine
 from octavo.parallel import World
 from octavo.rl.rewards import Rewards
 from octavo.rl.rollout.experience import Rollout, engine_prompt
@@ -51,6 +51,15 @@ def generate_completions(
     return completions, engine.release()
 
 
+def begin_completions(
+    engine: RolloutEngine, version: int, prompts: Sequence[PromptSample], sampling: Sampling, group: int
+) -> Generation:
+    """Begin to generate as :func:`generate_completions` does, if the engine can do so next to other work of this
+    process."""
+    with uncounted():
+        return engine.begin(version, [engine_prompt(p) for p in prompts], sampling, group)
+
+
 class SharedEngine:
     """The engine in this process, with the modules that train: every version of the weights is the current one. It
     generates as many sequences at a time as fit in memory."""
@@ -75,6 +84,10 @@ class SharedEngine:
         section = self.rl.model_copy(update={"group": group})
         self.engine.slots = slots_for(self.engine, prompts, sampling, section, free_bytes(self.engine.caller.device))
         return self.engine.generate(prompts, sampling, group, progress)
+
+    def begin(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
+        """Generate; the modules that train cannot do so while they train."""
+        return Finished(self.generate(version, prompts, sampling, group))
 
     def release(self) -> int:
         held = sum(self.engine.bytes.values())
