@@ -90,7 +90,7 @@ def print_result(result: Any, phase: str) -> None:
     # In reinforcement learning the loss does not measure progress; the reward does.
     first = ("reward",) if "reward" in result.final else ("loss", "rewards/accuracies", "rewards/margins")
     shown = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
-    pairs = {name: terminal.number(result.final[name]) for name in shown if name in result.final}
+    pairs = {name: terminal.number(result.final[name]) for name in shown if result.final.get(name) is not None}
     if "loss" in pairs and "rewards/margins" in result.final:
         pairs = {"preference loss" if name == "loss" else name: value for name, value in pairs.items()}
     if result.eval:

@@ -4,8 +4,10 @@ The replicas are in this process (:mod:`tests.rl.replicas_in_process`); Ray's ar
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from octavo import fp8, rl
@@ -244,7 +247,9 @@ def test_overlap_has_the_versions_of_rollouts_before_the_update(rl_config: Make,
     plain = rl_config(*OVER[:1], "rl.show=16", *OVERLAP, dir="plain")
     other = rl_config(*OVER, *OVERLAP, dir="ray")
     rl.run(plain)
-    rl.run(other)
+    console = Console(file=io.StringIO(), width=200)
+    rl.run(other, console=console)
+    assert re.search(r"reward [0-9.]+  length [0-9.]+  waited [0-9.]+ s, [0-9]+ training", console.file.getvalue())
     rows = read_metrics(other)
     assert [row["weights"] for row in rows] == [0, 0, 1, 2] == [row["weights"] for row in read_metrics(plain)]
     assert [row["step"] for row in events(other)] == [0, 1, 2], "the last step begins no further rollout"

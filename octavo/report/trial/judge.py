@@ -366,7 +366,8 @@ def _final_figures(run: Run, record: RunRecord, reference: RunRecord) -> dict[st
         "reward_gap": rl_claims.final_gap(record, reference, panels[0].key),
         "rates": {
             key: float(np.nanmedian(record.figures[key]))
-            for key in ("rollout_tokens_per_s", "training_tokens_per_s") if key in record.figures
+            for key in ("rollout_tokens_per_s", "training_tokens_per_s")
+            if key in record.figures and not np.isnan(record.figures[key]).all()
         },
         "figures": {key: values.tolist() for key, values in record.figures.items()},
     }  # fmt: skip

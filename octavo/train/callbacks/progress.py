@@ -72,8 +72,15 @@ class Display:
 
 def _figures(row: Mapping[str, Any]) -> str:
     if "reward" in row:  # reinforcement learning, where the loss is not informative
-        rates = f"{row['rollout_tokens_per_s']:.0f} rollout, {row['training_tokens_per_s']:.0f} training"
-        parts = [f"reward {_format(row['reward'])}", f"length {_format(row['length'], '.1f')}", f"tokens/s {rates}"]
+        # Replicas that generate during the update have no rate; they cost the wait for them.
+        wait = f"waited {row['rollout_wait_s']:.1f} s" if "rollout_wait_s" in row else ""
+        rates = wait or f"{row['rollout_tokens_per_s']:.0f} rollout"
+        rates += f", {row['training_tokens_per_s']:.0f} training"
+        parts = [
+            f"reward {_format(row['reward'])}",
+            f"length {_format(row['length'], '.1f')}",
+            f"{'' if wait else 'tokens/s '}{rates}",
+        ]
     else:
         name = "preference loss" if "rewards/margins" in row else "loss"
         parts = ["no loss tokens" if row.get("empty") else f"{name} {row['loss']:.4f}"]
