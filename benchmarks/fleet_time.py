@@ -57,10 +57,18 @@ def time_steps(home: Path, settings: tuple[str, ...], tokens: int, steps: int, v
     run = home / "run"
     subprocess.run(["rm", "-rf", str(run)], check=True)
     octavo(
-        "train", str(ROOT / "examples/digits_rl.yaml"), *settings, *VARIANTS[variant], f"rl.max_new_tokens={tokens}",
-        f"train.steps={steps}", "train.seq_length=128", "rl.dynamic_sampling=false", "run.health_every=0",
-        "run.eval_every=0", f"run.dir={run}",
-    )  # fmt: skip
+        "train",
+        str(ROOT / "examples/digits_rl.yaml"),
+        *settings,
+        *VARIANTS[variant],
+        f"rl.max_new_tokens={tokens}",
+        f"train.steps={steps}",
+        "train.seq_length=128",
+        "rl.dynamic_sampling=false",
+        "run.health_every=0",
+        "run.eval_every=0",
+        f"run.dir={run}",
+    )
     rows = read_rows(run / "metrics.jsonl")[LEFT_OUT:]
     wait = [row["rollout_wait_s"] for row in rows if "rollout_wait_s" in row]
     seconds = statistics.median(row["seconds"] for row in rows)

@@ -209,15 +209,8 @@ class History:
         fields = {"layer", "gemm", "from", "to", "kind", "figure", "value", "threshold"}
         return [row for line in _read_tail(file) if (row := _parse_row(line, fields)) is not None]
 
-    def sent_weights(self) -> list[dict[str, Any]]:
-        """Return the newest weights that were sent to replicas (`rl.engine`)."""
-        return self._fleet({"bytes", "seconds", "completions"})
-
-    def replica_events(self) -> list[dict[str, Any]]:
-        """Return the newest events of replicas."""
-        return self._fleet({"event", "replica", "chunk", "reason"})
-
-    def _fleet(self, fields: set[str]) -> list[dict[str, Any]]:
+    def fleet(self, fields: set[str]) -> list[dict[str, Any]]:
+        """Return the newest rows with these fields of what replicas (`rl.engine`) received, and of their events."""
         file = self.directory / "fleet.jsonl"
         if not file.exists():
             return []

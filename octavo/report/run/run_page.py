@@ -249,11 +249,12 @@ def _move_rows(run: History) -> list[dict[str, Any]]:
     ]
 
 
-def _rollouts(run: History) -> dict[str, Any] | None:
-    """Return what the page says about replicas (`rl.engine`), or None without them."""
+def _rollouts(run: History) -> dict[str, object] | None:
+    """Return what the page says about replicas (`rl.engine`), or None if the run has none."""
     if run.cfg.rl is None or run.cfg.rl.engine.name == "octavo":
         return None
-    sent, events = run.sent_weights(), run.replica_events()
+    sent = run.fleet({"bytes", "seconds", "completions"})
+    events = run.fleet({"event", "replica", "chunk", "reason"})
     numbers = [row for row in sent if all(isinstance(row[key], int | float) for key in ("bytes", "seconds"))]
     completions = sent[-1]["completions"] if sent and isinstance(sent[-1]["completions"], dict) else {}
     return {

@@ -56,7 +56,7 @@ class RankedEngine:
 
 
 class _Shared:
-    """Completions of all ranks, which rank 0 has; a rank takes those of its prompts."""
+    """Completions of all ranks, which rank 0 has; a rank takes what belongs to its prompts."""
 
     def __init__(self, generation: Generation | None, places: range, world: World) -> None:
         self.generation, self.places, self.world = generation, places, world

@@ -36,9 +36,9 @@ from octavo.rl.phases.critic import Critic
 from octavo.rl.phases.mismatch_limit import MismatchLimit
 from octavo.rl.phases.reference import add_reference_memory, untracked_forward
 from octavo.rl.phases.reward_errors import RewardErrors
-from octavo.rl.phases.rollout_ahead import RolloutAhead
 from octavo.rl.phases.settings import Settings, make_sampling
 from octavo.rl.phases.stepper_protocol import Roles
+from octavo.rl.rollout.ahead import RolloutAhead
 from octavo.rl.rollout.experience import Experience, Rollout, micro_batches, scatter_to_positions
 from octavo.rl.rollout.rollout import completion_means, generate_completions, group_figures, score_completions
 from octavo.rl.rollout.same_weights import SameWeights
@@ -81,7 +81,10 @@ class RlStepper(Stepper):
         self.part_figures: list[Figures] = []  # of the micro-batches of the step so far
         self.cache_bytes = self.generated_tokens = 0  # bytes of keys and values, and tokens, of the step's rollouts
         self._first_update: tuple[Batches, Batches] | None = None  # (prompts, micro-batches)
-        self.ahead = RolloutAhead(self)  # with `rl.stale`: the completions for the next step
+        shares_weights = self.roles.engine.capabilities.shares_weights
+        overlaps = bool(section.stale) and not shares_weights and not self.settings.refill
+        last = self.cfg.train.steps or 0
+        self.ahead = RolloutAhead(self, self.roles.engine, overlaps, section.group, last)  # with `rl.stale`
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """Run one step on this rank's prompts; see the module docstring."""
