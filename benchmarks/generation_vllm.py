@@ -106,13 +106,15 @@ def octavo_engine(threads: int, sequences: int) -> Generate:
     """Return the engine of this process."""
     torch.set_num_threads(threads)
     model, tokenizer = models.load(MODEL, dtype=torch.bfloat16), models.load_tokenizer(MODEL)
-    model.generation_config.eos_token_id = model.config.vocab_size  # no token
+    # Completions must not end: vLLM ignores the end token, and the engine also ends with the one of the chat template.
+    model.generation_config.eos_token_id = model.config.vocab_size
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     engine = generation.Engine(model, tokenizer, slots=sequences)
 
     def generate(prompts: list[list[int]], new: int) -> float:
         rows = [generation.Prompt(np.array(row), number) for number, row in enumerate(prompts)]
         began = time.perf_counter()
-        completions = engine.generate(rows, generation.Sampling(new))
+        completions = engine.generate(rows, generation.Sampling(new, excluded=tuple(ends)))
         seconds = time.perf_counter() - began
         assert all(len(completion.tokens) == new for completion in completions)
         return seconds
