@@ -127,7 +127,9 @@ class MemoryEstimator:
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
         self._count_copy = make_copy_counter(self.config, family, plan) if copy else None
-        self._rollouts = Rollouts(self.config, usable) if cfg.train.phase == "rl" else None
+        # Replicas have their own memory, which free memory on their devices decides.
+        generates = cfg.train.phase == "rl" and cfg.rl is not None and cfg.rl.engine.name == "octavo"
+        self._rollouts = Rollouts(self.config, usable) if generates else None
         self.adapted_model = frozen_base.copy_with_adapters(
             model, family, cfg
         )  # the trained model, and the model that runs
