@@ -68,18 +68,20 @@ def finish(process: subprocess.Popen[bytes], file: Path) -> None:
         raise SystemExit(f"the run failed: see {file.with_suffix('.log')}")
 
 
-def replicas(trainer: int) -> list[int]:
-    """The processes of the replicas of a trainer, from the oldest."""
-    parents, pids = {trainer}, []
+def processes(trainer: int) -> list[int]:
+    """The processes of a trainer: itself, what it started, and what that started."""
+    pids = {trainer}
     for _ in range(4):  # trainer, raylet, worker
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and (stat := _read(entry / "stat")):
-                pid, parent = int(entry.name), int(stat.rpartition(")")[2].split()[1])
-                if parent in parents and pid not in parents:
-                    parents.add(pid)
-                    if _read(entry / "cmdline").startswith("ray::RayActor"):
-                        pids.append(pid)
+            stat = _read(entry / "stat") if entry.name.isdigit() else ""
+            if stat and int(stat.rpartition(")")[2].split()[1]) in pids:
+                pids.add(int(entry.name))
     return sorted(pids)
+
+
+def replicas(trainer: int) -> list[int]:
+    """The processes of the replicas of a trainer, from the oldest."""
+    return [pid for pid in processes(trainer) if _read(Path(f"/proc/{pid}/cmdline")).startswith("ray::RayActor")]
 
 
 def _read(file: Path) -> str:

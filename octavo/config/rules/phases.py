@@ -143,6 +143,10 @@ def _engine(config: Sections, engine: EngineSection) -> Iterator[Finding]:
                 reason = "has no effect on octavo, which generates in the process that trains"
                 yield finding(f"rl.engine.{name}", reason, "remove it, or use `name: ray`", "rl.engine.name")
         return
+    prompts = 0 if config.rl is None else config.rl.prompts
+    if (requests := -(-prompts // (engine.chunk or 1))) < engine.replicas:
+        reason = f"{engine.replicas} replicas, but the {prompts} prompts of a step are {requests} requests"
+        yield finding("rl.engine.replicas", reason, f"use at most {requests}, or a smaller chunk", "rl.prompts")
     if config.rl is not None and config.rl.stale and config.rl.max_gap is not None:
         reason = "the trainer has other weights when it gets completions, so their gap is not measured"
         yield finding("rl.max_gap", reason, "remove it, or use `stale: 0`", "rl.stale")

@@ -12,8 +12,10 @@ from pathlib import Path
 from octavo import fp8
 from octavo.base import encryption
 from octavo.config import Config, to_yaml
+from octavo.generation import GenerationError
 from octavo.generation.engines import Capabilities, Event, ReplicaPool, RolloutEngine, Transport
 from octavo.rl.fleet.ranked import RankedEngine
+from octavo.rl.fleet.ray_transport import RayTransport, check_addresses
 from octavo.rl.fleet.replica import ReplicaSettings
 from octavo.rl.fleet.sender import WeightSender
 from octavo.train.errors import TrainError
@@ -36,6 +38,10 @@ def check_engine(cfg: Config) -> None:
         return
     if not has_ray():
         raise TrainError("rl.engine: ray needs Ray: pip install 'octavo[ray]'")
+    try:
+        check_addresses(cfg.rl.engine)
+    except GenerationError as error:
+        raise TrainError(f"rl.engine: {error}") from error
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and cfg.train.gather == "bf16":
         raise TrainError(
             "rl.engine: ray generates with the weights before ranks round them to BF16 (train.gather: bf16). Use "
@@ -116,8 +122,6 @@ def start_fleet(
 
 def ray_transport(cfg: Config, stepper: Stepper, directory: Path) -> Transport:
     """Return the transport of replicas in Ray, not started."""
-    from octavo.rl.fleet.ray_transport import RayTransport
-
     assert cfg.rl is not None
     section = cfg.rl.engine
     plan_text = (directory / PLAN).read_text(encoding="utf-8")

@@ -8,6 +8,9 @@ Ray, without weights. Ray repeats no call by itself: a repeated call would run o
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +28,12 @@ ADDRESS = "RAY_ADDRESS"
 LOCAL = "127.0.0.1"
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD", "_KEY_FILE")
 """Ends of names of environment variables that the processes of a cluster do not get."""
+_PLACING_S = 30.0
+"""Least seconds for placing replicas on nodes that have enough CPUs."""
+_CONNECT_S = 5.0
+_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Set to 0, Ray keeps 127.0.0.1 as the address of a cluster and listens there only; it would use the address of a
+network interface, and listen on all."""
 _STORE_BYTES = 256 << 20
 """Least shared memory of an own cluster."""
 
@@ -68,18 +77,19 @@ class RayTransport:
     def start(self) -> int:
         """Connect to the cluster of `RAY_ADDRESS`, or start one for this run, and start the actors. Raises
         GenerationError if no cluster is reached, or it has too few CPUs or GPUs."""
-        ray, scheduling = _ray(), import_module("ray.util.scheduling_strategies")
         self._begin_ray()
+        ray, scheduling = _ray(), import_module("ray.util.scheduling_strategies")
         engine, needs = self.engine, {"CPU": float(self.engine.cpus)}
         if engine.gpus:
             needs["GPU"] = engine.gpus
         self._group = group = ray.util.placement_group([needs] * engine.replicas, strategy="SPREAD")
-        if not group.wait(engine.timeout):
+        if not group.wait(max(engine.timeout, _PLACING_S)):
             have = {name: count for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU")}
             self.close()
             raise GenerationError(
                 f"{count_noun(engine.replicas, 'replica')} with {needs} each could not be placed in "
-                f"{engine.timeout:g} s; the cluster has {have}. Lower rl.engine.replicas, or add nodes."
+                f"{max(engine.timeout, _PLACING_S):g} s; the cluster has {have}. Lower rl.engine.replicas, or add "
+                "nodes."
             )
         actor = ray.remote(num_cpus=engine.cpus, num_gpus=engine.gpus, max_restarts=-1, max_task_retries=0)(RayActor)
         for index in range(engine.replicas):
@@ -88,11 +98,19 @@ class RayTransport:
         return engine.replicas
 
     def _begin_ray(self) -> None:
+        address = os.environ.get(ADDRESS)
+        is_local = not address and self.engine.node_address is None
+        with environment_of_cluster(bool(self.engine.gpus), is_local):
+            self._connect(address, is_local)
+
+    def _connect(self, address: str | None, is_local: bool) -> None:
         ray = _ray()
         if ray.is_initialized():  # by the program that runs the training
             return
+        # Ray reads the variable when it is imported, which the program may have done before.
+        import_module("ray._private.ray_constants").__dict__["ENABLE_RAY_CLUSTER"] = not is_local
         options: dict[str, object] = {"log_to_driver": False, "logging_level": "ERROR"}
-        if not os.environ.get(ADDRESS):
+        if not address:
             options |= {
                 "address": "local",
                 "include_dashboard": False,
@@ -100,13 +118,19 @@ class RayTransport:
                 "object_store_memory": max(_STORE_BYTES, 3 * self.weight_bytes),
                 "_node_ip_address": self.engine.node_address or LOCAL,
             }
-        with environment_of_cluster(bool(self.engine.gpus)):
+        with _keep_signal_handlers():
             try:
                 ray.init(**options)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                where = os.environ.get(ADDRESS) or options["_node_ip_address"]
+                where = address or options["_node_ip_address"]
                 raise GenerationError(f"Ray does not answer or start at {where}: {error}") from error
         self._has_begun_ray = True
+        if is_local and (host := ray.nodes()[0]["NodeManagerAddress"]) != LOCAL:
+            self.close()
+            raise GenerationError(
+                f"Ray listens on {host}, where other machines may reach it. "
+                "Set rl.engine.node_address to an address of a private network."
+            )
 
     def send(self, name: str, piece: object) -> object:
         """See :meth:`octavo.generation.engines.Transport.send`."""
@@ -175,14 +199,58 @@ class RayTransport:
             ray.shutdown()
 
 
+def check_addresses(engine: EngineSection) -> None:
+    """Raise GenerationError if no cluster answers at `RAY_ADDRESS`, or `node_address` is not this machine's: Ray itself
+    would try for minutes."""
+    address = os.environ.get(ADDRESS, "")
+    if address.startswith("ray://"):
+        raise GenerationError(
+            f"{ADDRESS} is {address}: replicas need a node of the cluster, not Ray Client. Use HOST:PORT."
+        )
+    host, _, port = address.rpartition(":")
+    if address and address != "auto":
+        try:
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
+        except (OSError, ValueError) as error:
+            raise GenerationError(
+                f"{ADDRESS} is {address}, where no cluster answers ({error}). Unset or correct it."
+            ) from error
+    elif engine.node_address is not None:
+        try:
+            with socket.socket() as probe:
+                probe.bind((engine.node_address, 0))
+        except OSError as error:
+            raise GenerationError(
+                f"rl.engine.node_address is {engine.node_address}, which is not an address of this machine ({error})."
+            ) from error
+
+
 @contextmanager
-def environment_of_cluster(has_gpus: bool) -> Iterator[None]:
+def _keep_signal_handlers() -> Iterator[None]:
+    """Restore the handlers of signals afterwards: Ray replaces them by ones that end the process without a checkpoint,
+    in Python and below it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # else it is not Python's
+                signal.signal(number, handler)
+
+
+@contextmanager
+def environment_of_cluster(has_gpus: bool, is_local: bool = True) -> Iterator[None]:
     """Within this context processes that are started do not get secrets, nor the trainer's accelerator, and send no
-    usage statistics."""
+    usage statistics; if `is_local`, they listen on 127.0.0.1."""
     changes: dict[str, str | None] = {
         name: None for name in os.environ if name.upper().endswith(_SECRETS) or name.upper().startswith("OCTAVO_KEY")
     }
     changes["RAY_USAGE_STATS_ENABLED"] = "0"
+    if is_local:
+        changes[_ONE_MACHINE] = "0"
     if has_gpus:
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(_other_devices())
     before = {name: os.environ.get(name) for name in changes}
