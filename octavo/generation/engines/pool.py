@@ -78,8 +78,8 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a replica: `lost`, `late`, `stale`, `other weights` or `refused`. `chunk` is the
-    number of the chunk that it had, or None."""
+    """Something that happened to a replica: `lost`, `late`, `stale` or `other weights`. `chunk` is the number of the
+    chunk that it had, or None."""
 
     kind: str
     replica: int
@@ -121,7 +121,7 @@ class _Replica:
     version: int | None = None
     pieces: frozenset[str] = frozenset()
     call: _Call | None = None
-    wrong_digests: int = 0  # in a row
+    failed_updates: int = 0  # in a row
     lost_since: float | None = None
 
 
@@ -331,20 +331,13 @@ class ReplicaPool:
         # An update returns a digest, and a chunk a version and completions; both must be the trainer's.
         if isinstance(result, str) and result != call.digest:
             self._fault(replica, "other weights", "its digest is not the trainer's", restart=True)
-            replica.wrong_digests += 1
-            if replica.wrong_digests >= MAX_FAULTS:
-                raise GenerationError(
-                    f"{self.transport.describe(replica.number)} has other weights than the trainer after "
-                    f"{count_noun(MAX_FAULTS, 'update')}. Nothing was learned from it. Check that model.path has the "
-                    "same files on every node, and that every node has the same versions of octavo and torch."
-                )
             return
         if not isinstance(result, str) and result[0] != call.version:
             self._fault(replica, "stale", f"it answered with the weights of version {result[0]}", restart=True)
             return
         replica.call = replica.lost_since = None
         if isinstance(result, str):
-            replica.version, replica.pieces, replica.wrong_digests = call.version, call.pieces, 0
+            replica.version, replica.pieces, replica.failed_updates = call.version, call.pieces, 0
         elif call.chunk is not None:
             call.chunk.place(result[1])
             self.generated[replica.number] = self.generated.get(replica.number, 0) + len(result[1])
@@ -364,6 +357,15 @@ class ReplicaPool:
             self._log(f"note: {self.transport.describe(replica.number)} {_SAYS[kind]} ({reason}){again}")
         if restart:
             self.transport.restart(replica.number)
+        # A replica that is lost may come back; one that fails again and again would be started again for ever.
+        if chunk is None and kind != "lost":
+            replica.failed_updates += 1
+            if replica.failed_updates >= MAX_FAULTS:
+                raise GenerationError(
+                    f"{self.transport.describe(replica.number)} did not take the weights {MAX_FAULTS} times in a row "
+                    f"({reason}). Nothing was learned from it. Raise rl.engine.timeout if it needs longer to read the "
+                    "model; check that every node has the same model.path, and the same versions of octavo and torch."
+                )
         if chunk is not None:
             chunk.faults += 1
             if chunk.faults >= MAX_FAULTS:

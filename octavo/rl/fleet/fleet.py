@@ -87,11 +87,9 @@ class Fleet:
     sender: WeightSender
 
 
-def start_fleet(
-    stepper: Stepper, directory: Path, log: Callable[[str], None], transport: Transport | None = None
-) -> Fleet:
+def start_fleet(stepper: Stepper, directory: Path, log: Callable[[str], None]) -> Fleet:
     """Start the replicas of a run, without waiting for them. `directory`: of the run, whose plan.json they follow.
-    `transport`: default Ray. Raises GenerationError if they cannot be started."""
+    Raises GenerationError if they cannot be started."""
     cfg = stepper.cfg
     assert cfg.rl is not None
     section = cfg.rl.engine
