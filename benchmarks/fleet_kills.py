@@ -33,7 +33,7 @@ TIMES = (
     "time",
     "memory",
     "base",
-)
+)  # the last two are measured in the first step after a start
 STEPS = 8
 CONFIG = """
 model: {{path: {home}/model}}

@@ -202,10 +202,8 @@ def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str], names: M
     if proposal.more_exact:
         print("also fits, with less rounding:")
     for s in proposal.more_exact:
-        free = gb(-s.excess(card))
-        print(
-            f"  {_percent(s.seconds / best.seconds - 1)} time, {free} free: with {s.to_overrides(best.settings, names)}"
-        )
+        time, free = _percent(s.seconds / best.seconds - 1), gb(-s.excess(card))
+        print(f"  {time} time, {free} free: with {s.to_overrides(best.settings, names)}")
     if proposal.faster:
         print("faster by the same estimate, but too large:")
     for s in proposal.faster:

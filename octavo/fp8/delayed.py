@@ -10,6 +10,7 @@ What a history holds and how casts use it is described in :mod:`octavo.fp8.dense
 from octavo.fp8.dense.delayed import (
     load_scaling_state,
     move_scaling,
+    named_histories,
     reduce_scaling_state,
     scale_gradient_histories,
     scaling_state,
@@ -18,6 +19,7 @@ from octavo.fp8.dense.delayed import (
 __all__ = [
     "load_scaling_state",
     "move_scaling",
+    "named_histories",
     "reduce_scaling_state",
     "scale_gradient_histories",
     "scaling_state",

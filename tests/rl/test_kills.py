@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.fleet_kills import TIMES
 from octavo import rl
 from octavo.base import encryption
 from octavo.config import Config, override
@@ -31,17 +32,6 @@ pytestmark = [
     pytest.mark.usefixtures("uncounted"),
 ]
 Make = Callable[..., Config]
-TIMES = (
-    "tokens_per_s",
-    "rollout_tokens_per_s",
-    "rollout_wait_s",
-    "training_tokens_per_s",
-    "seconds",
-    "save_seconds",
-    "time",
-    "memory",
-    "base",
-)  # the last two are measured in the first step after a start
 STEP = 2  # the killed step; step 1 was saved
 
 REWARD = """

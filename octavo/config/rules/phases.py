@@ -77,7 +77,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
     rl = config.rl
     assert rl is not None
     yield from _critic(rl, config.lora is not None)
-    yield from _engine(config, rl.engine)
+    yield from _engine(config, rl)
     if rl.group == 1 and rl.algorithm not in WITH_CRITIC:
         yield finding("rl.group", "a single completion has no others to be compared with", "use 2 or more")
     if rl.prompts % rl.mini_batches:
@@ -135,19 +135,19 @@ def _rl(config: Sections) -> Iterator[Finding]:
     yield from _reference("rl.reference", rl.reference, config.lora is not None)
 
 
-def _engine(config: Sections, engine: EngineSection) -> Iterator[Finding]:
+def _engine(config: Sections, rl: RlSection) -> Iterator[Finding]:
     """Settings of an engine that nothing reads, and of a run that it cannot follow."""
+    engine = rl.engine
     if engine.name == "octavo":
         for name in EngineSection.model_fields:
             if name != "name" and _is_set(engine, name, EngineSection):
                 reason = "has no effect on octavo, which generates in the process that trains"
                 yield finding(f"rl.engine.{name}", reason, "remove it, or use `name: ray`", "rl.engine.name")
         return
-    prompts = 0 if config.rl is None else config.rl.prompts
-    if (requests := -(-prompts // (engine.chunk or 1))) < engine.replicas:
-        reason = f"{engine.replicas} replicas, but the {prompts} prompts of a step are {requests} requests"
+    if (requests := -(-rl.prompts // (engine.chunk or 1))) < engine.replicas:
+        reason = f"{engine.replicas} replicas, but the {rl.prompts} prompts of a step are {requests} requests"
         yield finding("rl.engine.replicas", reason, f"use at most {requests}, or a smaller chunk", "rl.prompts")
-    if config.rl is not None and config.rl.stale and config.rl.max_gap is not None:
+    if rl.stale and rl.max_gap is not None:
         reason = "the trainer has other weights when it gets completions, so their gap is not measured"
         yield finding("rl.max_gap", reason, "remove it, or use `stale: 0`", "rl.stale")
     if config.fp8.adapt is not None:

@@ -184,7 +184,7 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     The dict is empty if there are no such layers. Save it in checkpoints: without it, the first steps after a resume
     cast with different scales.
     """
-    return {name: b.detach().clone() for name, b in _named_histories(model).items()}
+    return {name: b.detach().clone() for name, b in named_histories(model).items()}
 
 
 def move_scaling(model: nn.Module, device: torch.device) -> None:
@@ -198,7 +198,7 @@ def move_scaling(model: nn.Module, device: torch.device) -> None:
 def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Restore the state that :func:`scaling_state` returned. Raises ValueError if its names or shapes differ from the
     model's."""
-    histories = _named_histories(model)
+    histories = named_histories(model)
     missing, extra = sorted(histories.keys() - state.keys()), sorted(state.keys() - histories.keys())
     if missing or extra:
         raise ValueError(
@@ -221,7 +221,7 @@ def reduce_scaling_state(model: nn.Module, group: torch.distributed.ProcessGroup
     Collective: call it after a step on every rank of the group. The amax of a tensor is local to a rank; afterwards all
     ranks cast with the scales of the whole batch.
     """
-    rows = list(_named_histories(model).values())
+    rows = list(named_histories(model).values())
     if rows:
         # With offloaded weights, the histories of layers that have not run may still be in host memory.
         device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
@@ -236,12 +236,12 @@ def scale_gradient_histories(model: nn.Module, factor: float) -> None:
 
     With a power of two, the following casts produce unchanged codes.
     """
-    for name, row in _named_histories(model).items():
+    for name, row in named_histories(model).items():
         if name.rpartition(".")[2].startswith(PREFIX + "dy"):
             row.mul_(factor)
 
 
-def _named_histories(model: nn.Module) -> dict[str, Tensor]:
+def named_histories(model: nn.Module) -> dict[str, Tensor]:
     """Return the histories of x and dy by the names that they would have as buffers."""
     # Entries for recomputed forwards are left out, because they are valid for one step only.
     return {

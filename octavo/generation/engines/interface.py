@@ -8,7 +8,6 @@ that the trainer does not expect. Arguments and results are NumPy arrays and pla
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.generation.engines.manifest import Manifest, Pieces
@@ -20,64 +19,29 @@ class StaleWeightsError(GenerationError):
     """An engine was asked for another version of the weights than the one that it has."""
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """What an engine can do.
-
-    name            as in `rl.engine`
-    shares_weights  generates with the trainer's own tensors, so that there is nothing to send
-    repeats_draws   the same call gives the same tokens and log-probabilities, bit for bit, also after a restart
-    """
-
-    name: str
-    shares_weights: bool
-    repeats_draws: bool
-
-
 class Generation(Protocol):
-    """Completions that an engine may still be generating."""
+    """Completions, which an engine may still be generating."""
 
     def result(self, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Completion]:
-        """Wait for the completions and return them, ordered by (prompt, sample). Raises the errors of
-        :meth:`RolloutEngine.generate`."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Completions that are there already."""
-
-    completions: list[Completion]
-
-    def result(self, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Completion]:
-        return self.completions
+        """Wait for the completions and return them, ordered by (prompt, sample). `progress` is called with
+        (finished, total). Raises GenerationError as :meth:`octavo.generation.Engine.generate` does."""
 
 
 class RolloutEngine(Protocol):
     """Generates completions for a trainer."""
 
-    @property
-    def capabilities(self) -> Capabilities: ...
+    shares_weights: bool
+    """Whether it generates with the trainer's own tensors, so that there is nothing to send."""
 
     def update(self, version: int, manifest: Manifest, pieces: Pieces) -> str:
         """Take the weights of a version, and return the manifest's digest as the engine computed it from what it
         received. `pieces` has the bytes that the engine did not get before. Raises GenerationError if the engine has
         other weights afterwards."""
 
-    def generate(
-        self,
-        version: int,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        group: int = 1,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[Completion]:
-        """Return `group` completions of each prompt with the weights of a version, ordered by (prompt, sample).
-        `progress` is called with (finished, total). Raises StaleWeightsError for a version that the engine does not
-        have, and GenerationError as :meth:`octavo.generation.Engine.generate` does."""
-
-    def begin(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
-        """Begin what :meth:`generate` does. An update that comes before the result waits for it; a further generation
-        must not."""
+    def generate(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
+        """Generate `group` completions of each prompt with the weights of a version, next to other work of this process
+        if the engine can. An update waits for what was begun before. Raises StaleWeightsError for a version that the
+        engine does not have."""
 
     def release(self) -> int:
         """Free what is kept between calls, besides the weights. Returns its bytes in the trainer's memory."""

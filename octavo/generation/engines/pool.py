@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from octavo.base.wording import count_noun
-from octavo.generation.engines.interface import Capabilities, Generation, StaleWeightsError
+from octavo.generation.engines.interface import Generation, StaleWeightsError
 from octavo.generation.engines.manifest import Manifest, Pieces
 from octavo.generation.errors import GenerationError
 from octavo.generation.request import Completion, Prompt, Sampling
@@ -197,17 +197,18 @@ class ReplicaPool:
     observe   called with each event
     """
 
+    shares_weights = False
+
     def __init__(
         self,
         transport: Transport,
-        capabilities: Capabilities,
         *,
         chunk: int,
         timeout: float,
         log: Callable[[str], None] = lambda text: None,
         observe: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self.transport, self.capabilities, self.chunk, self.timeout = transport, capabilities, chunk, timeout
+        self.transport, self.chunk, self.timeout = transport, chunk, timeout
         self._log, self._observe = log, observe
         self._replicas = [_Replica(number) for number in range(transport.start())]
         self._version: int | None = None
@@ -231,20 +232,10 @@ class ReplicaPool:
             pass
         return manifest.digest
 
-    def generate(
-        self,
-        version: int,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        group: int = 1,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[Completion]:
-        """See :meth:`octavo.generation.engines.RolloutEngine.generate`. Raises GenerationError if no replica could be
-        reached for `timeout` seconds, and if a chunk was lost with its replica three times."""
-        return self._start(version, prompts, sampling, group).result(progress)
-
-    def begin(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
-        """See :meth:`octavo.generation.engines.RolloutEngine.begin`: a thread gives the replicas their work."""
+    def generate(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
+        """See :meth:`octavo.generation.engines.RolloutEngine.generate`: a thread gives the replicas their work. The
+        result raises GenerationError if no replica could be reached for `timeout` seconds, and if a chunk was lost with
+        its replica three times."""
         running = self._start(version, prompts, sampling, group)
         if self.transport.is_concurrent:
             running.thread = threading.Thread(target=running.work, name="replicas", daemon=True)
@@ -279,10 +270,6 @@ class ReplicaPool:
 
     # --- one round ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _unfinished(self) -> list[Chunk]:
-        return unfinished(self._chunks)
-
     def work(self) -> bool:
         """Give idle replicas something to do, and wait for a call to end. Returns whether every replica that can be
         reached has the current weights and is idle."""
@@ -306,7 +293,7 @@ class ReplicaPool:
             handle = self.transport.call(replica.number, "update", self._version, self._manifest, missing)
         else:
             running = {id(r.call.chunk) for r in self._replicas if r.call is not None}
-            chunk = next((chunk for chunk in self._unfinished if id(chunk) not in running), None)
+            chunk = next((chunk for chunk in unfinished(self._chunks) if id(chunk) not in running), None)
             if chunk is None:
                 return
             handle = self.transport.call(replica.number, "generate", self._version, chunk.sent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -63,13 +62,9 @@ def decode_completions(data: bytes) -> list[Completion]:
 
 
 def _pack(arrays: dict[str, np.ndarray], about: object) -> bytes:
-    """Return a ZIP of .npy files, as `numpy.savez` writes it, whose parameters would take some of the names."""
     file = io.BytesIO()
-    described = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, array in {_ABOUT: described, **arrays}.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
+    arrays = {_ABOUT: np.frombuffer(json.dumps(about).encode(), dtype=np.uint8), **arrays}
+    np.savez(file, **arrays)  # type: ignore[arg-type]
     return file.getvalue()
 
 

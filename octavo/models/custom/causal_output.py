@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 def cache_argument(decoder: PreTrainedModel, cache: Cache | None) -> Mapping[str, Cache]:
     """Return the cache under the name that a decoder's forward has for it: transformers 5.24 renamed `past_key_values`
     to `cache` in its own decoders."""
-    if cache is None:
-        return {}
-    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
-    return {name: cache}
+    return {} if cache is None else {_cache_name(type(decoder).forward): cache}
+
+
+@functools.cache
+def _cache_name(forward: Callable[..., object]) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def causal_output(

@@ -13,7 +13,7 @@ from octavo import fp8
 from octavo.base import encryption
 from octavo.config import Config, to_yaml
 from octavo.generation import GenerationError
-from octavo.generation.engines import Capabilities, Event, ReplicaPool, RolloutEngine, Transport
+from octavo.generation.engines import Event, ReplicaPool, RolloutEngine, Transport
 from octavo.rl.fleet.ranked import RankedEngine
 from octavo.rl.fleet.ray_transport import RayTransport, check_addresses
 from octavo.rl.fleet.replica import ReplicaSettings
@@ -99,7 +99,6 @@ def start_fleet(stepper: Stepper, directory: Path, log: Callable[[str], None]) -
         plan = fp8.load_plan(directory / PLAN, stepper.model, stepper.family.components, other_machine=True)
         casts = frozen_base.frozen_casts(stepper.model, plan)
     world = stepper.world
-    can = Capabilities(section.name, shares_weights=False, repeats_draws=True)
     fleet_log = FleetLog(directory / FLEET)
 
     chunk = section.chunk or max(1, -(-cfg.rl.prompts // (2 * section.replicas)))
@@ -108,11 +107,11 @@ def start_fleet(stepper: Stepper, directory: Path, log: Callable[[str], None]) -
     def start() -> None:
         transport = ray_transport(cfg, stepper, directory)
         observe = fleet_log.record_event
-        pools.append(ReplicaPool(transport, can, chunk=chunk, timeout=section.timeout, log=log, observe=observe))
+        pools.append(ReplicaPool(transport, chunk=chunk, timeout=section.timeout, log=log, observe=observe))
 
     world.run_on_main(start)
     fleet_log.pool = pools[0] if pools else None
-    engine = RankedEngine(fleet_log.pool, can, world) if world.size > 1 else pools[0]
+    engine = RankedEngine(fleet_log.pool, world) if world.size > 1 else pools[0]
     after_send = fleet_log.record_weights if world.is_main else lambda version, size, seconds: None
     sender = WeightSender(engine, stepper.model, world, casts, cfg.lora is not None, after_send)
     return Fleet(engine, sender)
@@ -123,6 +122,6 @@ def ray_transport(cfg: Config, stepper: Stepper, directory: Path) -> Transport:
     assert cfg.rl is not None
     section = cfg.rl.engine
     plan_text = (directory / PLAN).read_text(encoding="utf-8")
-    settings = ReplicaSettings(to_yaml(cfg), plan_text, section.cpus, min(1.0, section.gpus or 1.0))
+    settings = ReplicaSettings(to_yaml(cfg), plan_text, section.cpus, section.gpus or 1.0)
     size = sum(parameter.numel() * parameter.element_size() for parameter in stepper.model.parameters())
     return RayTransport(settings, section, size)

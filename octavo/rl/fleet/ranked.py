@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from octavo.generation import Completion, Prompt, Sampling
-from octavo.generation.engines import Capabilities, Generation, Manifest, Pieces, RolloutEngine
+from octavo.generation.engines import Generation, Manifest, Pieces, RolloutEngine
 from octavo.generation.engines.wire import decode_completions, decode_prompts, encode_completions, encode_prompts
 from octavo.parallel import World
 
@@ -15,30 +15,22 @@ class RankedEngine:
     """The engine of rank 0, for all ranks. `engine`: None on other ranks. `update` and `generate` are collectives; an
     error of the engine is raised on every rank."""
 
-    def __init__(self, engine: RolloutEngine | None, capabilities: Capabilities, world: World) -> None:
-        self.engine, self.capabilities, self.world = engine, capabilities, world
+    shares_weights = False
+
+    def __init__(self, engine: RolloutEngine | None, world: World) -> None:
+        self.engine, self.world = engine, world
 
     def update(self, version: int, manifest: Manifest, pieces: Pieces) -> str:
         """See :meth:`RolloutEngine.update`; the arguments of other ranks are not read."""
         return str(self.world.run_on_main(lambda: self._engine.update(version, manifest, pieces)))
 
-    def generate(
-        self,
-        version: int,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        group: int = 1,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[Completion]:
-        """See :meth:`RolloutEngine.generate`: each rank passes its prompts, or none, and gets their completions."""
-        return self.begin(version, prompts, sampling, group).result(progress)
-
-    def begin(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
-        """See :meth:`RolloutEngine.begin`; the result is a collective, too."""
+    def generate(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
+        """See :meth:`RolloutEngine.generate`: each rank passes its prompts, or none, and gets their completions. The
+        result is a collective, too."""
         by_rank = [decode_prompts(part) for part in self.world.gather_bytes(encode_prompts(prompts))]
         every = [prompt for part in by_rank for prompt in part]
         begun: list[Generation] = []
-        self.world.run_on_main(lambda: begun.append(self._engine.begin(version, every, sampling, group)))
+        self.world.run_on_main(lambda: begun.append(self._engine.generate(version, every, sampling, group)))
         first = sum(len(part) for part in by_rank[: self.world.rank])
         return _Shared(begun[0] if begun else None, range(first, first + len(prompts)), self.world)
 

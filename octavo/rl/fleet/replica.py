@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from octavo import fp8, generation
+from octavo import fp8, generation, models
 from octavo.base import accelerator
 from octavo.config import Config, load_config_text
 from octavo.fp8.observe import uncounted
@@ -82,7 +82,7 @@ class Replica:
         self._version = None
         for entry, tensor in read_tensors(manifest, pieces):
             try:
-                load_rollout_tensor(self.model, self._targets, entry.name, tensor)
+                load_rollout_tensor(self._targets, entry.name, tensor)
             except ValueError as error:
                 raise GenerationError(f"the weights do not fit this replica's model: {error}.") from error
             self._hashes[entry.name] = entry.sha256
@@ -119,22 +119,18 @@ class Replica:
 def build_model(cfg: Config, plan_text: str, device: torch.device) -> PreTrainedModel:
     """Return the model of a run for rollouts only. With adapters it is the run's own, whose base is frozen; without,
     FP8 layers are codes without weights. Raises the errors of loading a model and a plan."""
-    base, family = planning.meta_model(cfg)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         file.write_text(plan_text, encoding="utf-8")
-        if cfg.lora is not None:
+        if cfg.lora is None:
+            model = frozen_base.load_as_values(cfg, model_dtype(cfg), device)
+            frozen_base.freeze_copy(model, cfg, file, models.describe(model).components)
+        else:
+            base, family = planning.meta_model(cfg)
             without_adapter = cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"adapter": None})})
             plan = fp8.load_plan(file, base, family.components, other_machine=True)
             model, _, _ = assemble_model(without_adapter, device, plan, family)
-        else:
-            model = frozen_base.load_as_values(cfg, model_dtype(cfg), device)
-            frozen_base.switch_off_dropout(model, cfg)
-            frozen_base.quantize_frozen_weights(
-                model, fp8.load_plan(file, model, family.components, other_machine=True)
-            )
-            fp8.apply(model, fp8.load_plan(file, model, family.components, other_machine=True))
-    model.requires_grad_(False).eval()
+            model.requires_grad_(False).eval()
     attention_kernel.use_kernels(model, attention_kernel.decide(cfg, World(device=device), None))
     return model
 

@@ -15,13 +15,13 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from octavo import fp8
+from octavo.fp8.delayed import named_histories
 from octavo.fp8.weights import forward_codes, full, is_frozen, master_of, reshard
 from octavo.train.forward.critic import is_critic_parameter
 from octavo.train.setup.frozen_base import FrozenCast
 
 SCALE = "#scale"
 """Ends the name of the scales of a weight's codes."""
-_HISTORY = "#history."
 NO_CASTS: Mapping[str, FrozenCast] = MappingProxyType({})
 
 
@@ -55,12 +55,12 @@ def rollout_tensors(
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
-    for name, history in fp8.scaling_state(model).items():
-        yield f"{_HISTORY}{name}", history
+    for name, history in named_histories(model).items():
+        yield f"history.{name}", history
 
 
-def load_rollout_tensor(model: nn.Module, targets: Mapping[str, Tensor], name: str, value: Tensor) -> None:
-    """Write a tensor that was received over the one of this name in `targets`, which are :func:`rollout_tensors` of the
+def load_rollout_tensor(targets: Mapping[str, Tensor], name: str, value: Tensor) -> None:
+    """Write a tensor that was received over the one of this name in `targets`, which are :func:`rollout_tensors` of a
     model. Raises ValueError for an unknown name, and for another dtype or shape."""
     target = targets.get(name)
     if target is None:
@@ -70,7 +70,4 @@ def load_rollout_tensor(model: nn.Module, targets: Mapping[str, Tensor], name: s
             f"{name} is {value.dtype} of shape {list(value.shape)}, and {target.dtype} of shape {list(target.shape)} "
             "in this model"
         )
-    if name.startswith(_HISTORY):  # `scaling_state` returns copies
-        state = fp8.scaling_state(model)
-        fp8.load_scaling_state(model, {**state, name.removeprefix(_HISTORY): value.to(target.device)})
     target.copy_(value)

@@ -96,11 +96,7 @@ class CopyReference:
             checkpoint.load_weights(
                 cfg.run.start_from, model=model, optimizer=None, world=world, may_be_missing=critic.is_critic_parameter
             )
-        model.requires_grad_(False).eval()
-        frozen_base.switch_off_dropout(model, cfg)  # blocks with dropout would not be fused like the policy's
-        plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
-        frozen_base.quantize_frozen_weights(model, plan)
-        fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
+        frozen_base.freeze_copy(model, cfg, plan_file, family.components)
         forward = Forward(model, world, autocast_dtype(cfg, world.device))
         run_towers_on_dummy_inputs(model, family, forward, world)
         head = None if stepper.head is None else chunk_head(model)

@@ -38,9 +38,9 @@ from octavo.rl.phases.reference import add_reference_memory, untracked_forward
 from octavo.rl.phases.reward_errors import RewardErrors
 from octavo.rl.phases.settings import Settings, make_sampling
 from octavo.rl.phases.stepper_protocol import Roles
-from octavo.rl.rollout.ahead import RolloutAhead
 from octavo.rl.rollout.experience import Experience, Rollout, micro_batches, scatter_to_positions
 from octavo.rl.rollout.rollout import completion_means, generate_completions, group_figures, score_completions
+from octavo.rl.rollout.rollout_ahead import RolloutAhead
 from octavo.rl.rollout.same_weights import SameWeights
 from octavo.rl.rollout.stale_queue import VersionedRollout
 from octavo.train import Observe
@@ -73,7 +73,7 @@ class RlStepper(Stepper):
         self.settings = Settings.of(self.cfg)
         section, encoder = self.settings.section, self.prompts.encoder
         self.sampling, self.pad_id = make_sampling(section, self.settings.seed, 0, encoder.places), encoder.pad_id
-        self.weight_check = SameWeights(self.model, self.roles.engine.capabilities.shares_weights)
+        self.weight_check = SameWeights(self.model, self.roles.engine.shares_weights)
         self.critic = Critic(self) if self.settings.values else None
         self.mismatch_limit = MismatchLimit(self) if section.invariant or section.max_gap is not None else None
         self.rollout = Rollout([], [], [], np.zeros(0))  # of the current step
@@ -81,8 +81,7 @@ class RlStepper(Stepper):
         self.part_figures: list[Figures] = []  # of the micro-batches of the step so far
         self.cache_bytes = self.generated_tokens = 0  # bytes of keys and values, and tokens, of the step's rollouts
         self._first_update: tuple[Batches, Batches] | None = None  # (prompts, micro-batches)
-        shares_weights = self.roles.engine.capabilities.shares_weights
-        overlaps = bool(section.stale) and not shares_weights and not self.settings.refill
+        overlaps = bool(section.stale) and not self.roles.engine.shares_weights and not self.settings.refill
         last = self.cfg.train.steps or 0
         self.ahead = RolloutAhead(self, self.roles.engine, overlaps, section.group, last)  # with `rl.stale`
 

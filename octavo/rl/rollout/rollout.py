@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from octavo.config.sections.rl import RlSection
 from octavo.data.tasks.prompts import PromptSample
 from octavo.fp8.observe import uncounted
 from octavo.generation import Completion, Engine, GenerationError, Prompt, Sampling
-from octavo.generation.engines import Capabilities, Finished, Generation, Manifest, Pieces, RolloutEngine
+from octavo.generation.engines import Generation, Manifest, Pieces, RolloutEngine
 from octavo.parallel import World
 from octavo.rl.rewards import Rewards
 from octavo.rl.rollout.experience import Rollout, engine_prompt
@@ -41,30 +41,18 @@ def generate_completions(
     """Generate `group` completions per prompt with the weights of a version. Returns them and the bytes that the engine
     used in this process, which are freed.
 
-    A collective if ranks share parameters. Raises the errors of
-    :meth:`octavo.generation.engines.RolloutEngine.generate`."""
-    engine_prompts = [engine_prompt(p) for p in prompts]
+    A collective if ranks share parameters. Raises the errors of :class:`octavo.generation.engines.Generation`."""
     with uncounted():
-        completions = engine.generate(
-            version, engine_prompts, sampling, group, lambda done, total: doing(f"{done}/{total}")
-        )
+        generation = engine.generate(version, [engine_prompt(p) for p in prompts], sampling, group)
+        completions = generation.result(lambda done, total: doing(f"{done}/{total}"))
     return completions, engine.release()
-
-
-def begin_completions(
-    engine: RolloutEngine, version: int, prompts: Sequence[PromptSample], sampling: Sampling, group: int
-) -> Generation:
-    """Begin to generate as :func:`generate_completions` does, if the engine can do so next to other work of this
-    process."""
-    with uncounted():
-        return engine.begin(version, [engine_prompt(p) for p in prompts], sampling, group)
 
 
 class SharedEngine:
     """The engine in this process, with the modules that train: every version of the weights is the current one. It
-    generates as many sequences at a time as fit in memory."""
+    generates as many sequences at a time as fit in memory, when it is asked for the result."""
 
-    capabilities = Capabilities("octavo", shares_weights=True, repeats_draws=True)
+    shares_weights = True
 
     def __init__(self, engine: Engine, rl: RlSection) -> None:
         self.engine, self.rl = engine, rl
@@ -72,22 +60,10 @@ class SharedEngine:
     def update(self, version: int, manifest: Manifest, pieces: Pieces) -> str:
         raise GenerationError("this engine generates with the trainer's own weights, so there are none to take.")
 
-    def generate(
-        self,
-        version: int,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        group: int = 1,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[Completion]:
-        """See :meth:`octavo.generation.Engine.generate`; a collective if ranks share the model's parameters."""
-        section = self.rl.model_copy(update={"group": group})
-        self.engine.slots = slots_for(self.engine, prompts, sampling, section, free_bytes(self.engine.caller.device))
-        return self.engine.generate(prompts, sampling, group, progress)
-
-    def begin(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
-        """Generate; the modules that train cannot do so while they train."""
-        return Finished(self.generate(version, prompts, sampling, group))
+    def generate(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1) -> Generation:
+        """See :meth:`octavo.generation.Engine.generate`; the result is a collective if ranks share the model's
+        parameters."""
+        return _InProcess(self, prompts, sampling, group)
 
     def release(self) -> int:
         held = sum(self.engine.bytes.values())
@@ -96,6 +72,21 @@ class SharedEngine:
 
     def close(self) -> None:
         self.engine.release()
+
+
+@dataclass(frozen=True)
+class _InProcess:
+    """What a :class:`SharedEngine` generates."""
+
+    shared: SharedEngine
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    group: int
+
+    def result(self, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Completion]:
+        engine, rl = self.shared.engine, self.shared.rl.model_copy(update={"group": self.group})
+        engine.slots = slots_for(engine, self.prompts, self.sampling, rl, free_bytes(engine.caller.device))
+        return engine.generate(self.prompts, self.sampling, self.group, progress)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -9,7 +9,6 @@ in base.json.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from octavo import fp8, models
 from octavo.adapters.experts import stock_name
@@ -26,6 +25,7 @@ from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.arithmetic import CastSpec
 from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_bytes, frozen_weights, full, is_frozen, master_of, plain
+from octavo.generation.engines.manifest import sha256_of
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
@@ -154,6 +154,15 @@ def load_as_values(cfg: Config, dtype: torch.dtype, device: torch.device) -> Pre
     return models.load(cfg.model.path, dtype=dtype, device=device)
 
 
+def freeze_copy(model: nn.Module, cfg: Config, plan_file: Path, components: Mapping[str, tuple[str, ...]]) -> None:
+    """Make a model with the weights of a run a frozen copy of the run's, in place: without dropout, its FP8 layers as
+    codes only, and the rest as in `plan_file`, the run's plan.json. Raises PlanError for another model's plan."""
+    model.requires_grad_(False).eval()
+    switch_off_dropout(model, cfg)  # blocks with dropout would not be fused like the policy's
+    quantize_frozen_weights(model, fp8.load_plan(plan_file, model, components, other_machine=True))
+    fp8.apply(model, fp8.load_plan(plan_file, model, components, other_machine=True))
+
+
 def keeps_codes(cfg: Config) -> bool:
     """True if the codes of an FP8 checkpoint stay codes, which requires that its weights are not trained."""
     return cfg.lora is not None and cfg.model.keep_fp8
@@ -267,18 +276,14 @@ def compute_digests(model: nn.Module, world: World | None = None) -> dict[str, s
     """
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not is_frozen(p)]
     if world is None:
-        return {stock_name(name): _digest(plain(p)) for name, p in frozen}
+        return {stock_name(name): sha256_of(plain(p)) for name, p in frozen}
     local_digests = {}
     for number, (name, parameter) in enumerate(frozen):
         whole = full(master_of(parameter).detach())
         if number % world.size == world.rank:
-            local_digests[stock_name(name)] = _digest(plain(whole))
+            local_digests[stock_name(name)] = sha256_of(plain(whole))
     parts = world.gather_objects(local_digests)
     return {name: digest for part in parts for name, digest in part.items()}
-
-
-def _digest(values: Tensor) -> str:
-    return hashlib.sha256(values.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def code_sizes(model: nn.Module) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """A composed model: features of an image encoder replace the embeddings of image tokens in a decoder of transformers.
 
 Positions count tokens, of images and text alike, as the decoder was trained; where its rotary embedding has three axes,
-tokens of an image have their row and column. In memory and on disk the parts have the
-names of transformers' vision-language families: of Qwen-VL where images have any size (`model.visual`, whose merger is
-the projector), of LLaVA where they have one (`model.vision_tower`, `model.multi_modal_projector`); in both
-`model.language_model` and `lm_head`.
+tokens of an image have their row and column. In memory and on disk the parts have the names of transformers'
+vision-language families: of Qwen-VL where images have any size (`model.visual`, whose merger is the projector), of
+LLaVA where they have one (`model.vision_tower`, `model.multi_modal_projector`); in both `model.language_model` and
+`lm_head`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class ComposedModel(ComposedPreTrainedModel):
             return None
         positions, offsets = self._rope_index(input_ids, grid, None if mask is None else mask[:, past:])
         if before is not None:  # of the prompts, of which each may have become several rows
-            offsets = offsets + before.repeat_interleave(len(input_ids) // len(before), 0)
-            positions = positions + before.repeat_interleave(len(input_ids) // len(before), 0)
+            before = before.repeat_interleave(len(input_ids) // len(before), 0)
+            positions, offsets = positions + before, offsets + before
         self.rope_deltas = offsets
         return positions + (past if mask is None else mask[:, :past].sum(1, keepdim=True))
 

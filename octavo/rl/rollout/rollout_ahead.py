@@ -26,8 +26,7 @@ from octavo.data.tasks.prompts import PromptSample
 from octavo.generation import Completion, Sampling
 from octavo.generation.engines import Generation, RolloutEngine
 from octavo.parallel import World
-from octavo.rl.rollout.experience import Experience, Rollout
-from octavo.rl.rollout.rollout import begin_completions
+from octavo.rl.rollout.experience import Experience, Rollout, engine_prompt
 from octavo.rl.rollout.same_weights import SameWeights
 from octavo.rl.rollout.stale_queue import VersionedRollout, restore_pending
 
@@ -114,7 +113,7 @@ class RolloutAhead:
         steps, version = self.steps, self.steps.step_number - 1
         steps.send_weights(version)
         sampling = replace(steps.sampling, step=step)
-        generation = begin_completions(self.engine, version, prompts, sampling, self.group)
+        generation = self.engine.generate(version, [engine_prompt(p) for p in prompts], sampling, self.group)
         steps.weight_check.after_rollout(steps.step_number)
         self._job = _Job(prompts, version, generation)
 
